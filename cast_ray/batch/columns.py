@@ -1,0 +1,55 @@
+"""The names and types of a job's columns, a row's identity, and the seed made from it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import pyarrow as pa
+
+from cast_ray.errors import InputError, describe
+from cast_ray.pool.rows import RowAnswer
+
+# Explicit types, because a block in which every row failed would otherwise have columns of type null.
+OUTPUT_SCHEMA = pa.schema(
+    [
+        ("generated_text", pa.string()),
+        ("finish_reason", pa.string()),
+        ("num_input_tokens", pa.int64()),
+        ("num_generated_tokens", pa.int64()),
+        ("rounds", pa.int64()),
+        ("error", pa.string()),
+    ]
+)
+ID_COLUMN = "id"
+ROW_ID_COLUMN = "row_id"
+# Set by the readers on rows that could not be read; taken out again by the stage.
+READ_ERROR_COLUMN = "__cast_ray_read_error"
+
+
+def check_columns(columns: Iterable[str]) -> None:
+    """Raise InputError where an input column would be lost under an output column of the same name."""
+    clash = sorted(set(columns) & set(OUTPUT_SCHEMA.names))
+    if clash:
+        problem = f"{'is' if len(clash) == 1 else 'are'} also written by the job"
+        raise InputError(describe("input columns", clash, problem, "Rename in the input, or drop it there"))
+
+
+def identity_column(columns: Iterable[str]) -> str | None:
+    """The column that names a row: `row_id`, else `id`, else None."""
+    names = set(columns)
+    return next((name for name in (ROW_ID_COLUMN, ID_COLUMN) if name in names), None)
+
+
+def append_outputs(table: pa.Table, answers: list[RowAnswer]) -> pa.Table:
+    """table with the output columns filled from answers, one a row in the same order."""
+    fields = ("text", "finish_reason", "num_input_tokens", "num_generated_tokens", "rounds", "error")
+    for column, field in zip(OUTPUT_SCHEMA, fields, strict=True):
+        table = table.append_column(column, pa.array([getattr(answer, field) for answer in answers], column.type))
+    return table
+
+
+def row_seed(job_seed: int, row_id: str) -> int:
+    """The seed of a row in [0, 2**63): the same on every machine, and unlike for unlike rows."""
+    digest = hashlib.blake2b(f"{job_seed}\0{row_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,191 @@
+"""Measures this device: the target's and the drafter's forward over packed tokens, batch and context, and the host.
+
+Random tokens over a pool filled with noise: what is measured is time, not text. Points are taken in order of worth and
+the probe stops when its time is up, so a slow device gets a coarser table, never a late start.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from cast_ray.drafters.base import DraftContexts, Drafter
+from cast_ray.models.flatten import Roots, flatten_trees, make_step
+from cast_ray.models.target import Target
+from cast_ray.sampling.keyed import choose_tokens
+from cast_ray.trees.accept import accept
+from cast_ray.trees.pack import DraftScores, pack
+from cast_ray.trees.tree import CandidateTree, ancestor_mask, no_tree
+from cast_ray.width.latency import DraftPoint, LatencyPoint, LatencyTable
+
+WIDTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
+BASE_CONTEXT = 256
+LONG_CONTEXTS = (1024, 4096)
+REPEATS = 7
+WARM_UPS = 2
+
+
+class Probe:
+    """Measurements over one target and drafter.
+
+    max_batch, max_nodes: what the engine may ask for. contexts are cut to `max_context` tokens.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        *,
+        page_size: int,
+        max_batch: int,
+        max_nodes: int,
+        max_context: int,
+        top_k: int,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.page_size = page_size
+        self.max_batch = max_batch
+        self.max_nodes = max_nodes
+        self.top_k = top_k
+        self._room = max_nodes + 1 if drafter is None else max(max_nodes + 1, drafter.block_size)
+        slots = target.cache.data.shape[2]
+        self._max_context = min(max_context, slots) - self._room
+        self._slots = slots
+
+    @torch.inference_mode()
+    def measure(self, seconds: float) -> LatencyTable:
+        """The table of this device, within about `seconds`."""
+        deadline = time.perf_counter() + seconds
+        self._fill_pool()
+        verify: list[LatencyPoint] = []
+        draft: list[DraftPoint] = []
+        for number, (batch, context, nodes) in enumerate(self._points()):
+            if number >= 2 and time.perf_counter() > deadline:
+                break
+            if nodes is None:
+                median, noise = self._time(self._drafting(batch, context))
+                draft.append(DraftPoint(batch, context, median, noise))
+            else:
+                median, noise = self._time(self._verifying(batch, context, nodes))
+                verify.append(LatencyPoint(batch * (nodes + 1), batch, context, median, noise))
+        return LatencyTable(verify, draft, self._host_ms())
+
+    def _points(self) -> Iterator[tuple[int, int, int | None]]:
+        """(batch, context, nodes a request) to verify, or nodes None to draft, the most telling first."""
+        widths = [n for n in WIDTHS if n <= self.max_nodes]
+        base = max(1, min(BASE_CONTEXT, self._max_context))
+        contexts = sorted({min(c, self._max_context) for c in LONG_CONTEXTS if self._max_context > base} - {base})
+        batches = [b for b in (2, 4, 8, 16, 32, 64, 128, 256) if b <= self.max_batch and self._fits(b, base)]
+        if self.drafter is not None:
+            yield 1, base, None
+        for nodes in widths:
+            yield 1, base, nodes
+        for batch in batches:
+            if self.drafter is not None:
+                yield batch, base, None
+            for nodes in widths:
+                if nodes in (0, 3, 7, 15, 31) and batch * (nodes + 1) <= 512:
+                    yield batch, base, nodes
+        for context, nodes in product(contexts, (0, 7, 31)):
+            if nodes <= self.max_nodes:
+                yield 1, context, nodes
+        if self.drafter is not None:
+            for context in contexts:
+                yield 1, context, None
+
+    def _fits(self, batch: int, context: int) -> bool:
+        return batch * self._pages(context) * self.page_size <= self._slots
+
+    def _pages(self, context: int) -> int:
+        return -(-(context + self._room) // self.page_size)
+
+    def _fill_pool(self) -> None:
+        """Noise where the measured requests lie: fresh memory may hold numbers that are slow to compute with."""
+        largest = max((b * self._pages(c) for b, c, _ in self._points()), default=1) * self.page_size
+        for cache in (self.target.cache, getattr(self.drafter, "cache", None)):
+            if cache is not None:
+                cache.data[:, :, :largest].normal_()
+
+    def _roots(self, batch: int, context: int) -> Roots:
+        device = self.target.device
+        pages = self._pages(context)
+        return Roots(
+            tokens=torch.randint(self.target.vocab_size, (batch,), device=device),
+            positions=torch.full((batch,), context, device=device),
+            lengths=[context] * batch,
+            tables=torch.arange(batch * pages, device=device).view(batch, pages),
+        )
+
+    def _verifying(self, batch: int, context: int, nodes: int) -> Callable[[], Tensor]:
+        roots = self._roots(batch, context)
+        tree = self._random_tree(batch, nodes)
+        seeds = torch.zeros(1, dtype=torch.int64, device=self.target.device)
+
+        def forward() -> Tensor:
+            rows = flatten_trees(roots, tree, [nodes] * batch, self.page_size, context + self._room)
+            step = make_step(rows, [], self.page_size)
+            output = self.target.forward(step, torch.arange(rows.group.rows, device=self.target.device))
+            return choose_tokens(output.logits, None, seeds, seeds)
+
+        return forward
+
+    def _drafting(self, batch: int, context: int) -> Callable[[], Tensor]:
+        drafter = self.drafter
+        assert drafter is not None
+        roots = self._roots(batch, context)
+        contexts = DraftContexts(roots.tokens, roots.lengths, roots.positions, roots.tables, None)
+        features = torch.randn(
+            2 * batch, len(drafter.taps) * self.target.hidden_size, dtype=self.target.dtype, device=self.target.device
+        )
+        last = roots.tables[:, :1].expand(batch, 2).reshape(-1) * self.page_size
+
+        def forward() -> Tensor:
+            # A round brings about two committed tokens a request into the context.
+            drafter.observe(features, last, torch.full_like(last, context))
+            return pack(drafter.propose(contexts, self.top_k), self.max_nodes).masses
+
+        return forward
+
+    def _random_tree(self, batch: int, nodes: int) -> CandidateTree:
+        if nodes == 0:
+            return no_tree(batch, self.target.device)
+        return pack(self._random_scores(batch), nodes)
+
+    def _random_scores(self, batch: int) -> DraftScores:
+        depth = self.drafter.block_size - 1 if self.drafter is not None else 7
+        logits = torch.randn(batch, depth, max(self.top_k, 8), device=self.target.device)
+        ids = torch.arange(logits.shape[-1], device=self.target.device).expand_as(logits)
+        return DraftScores(logits.log_softmax(dim=-1), ids)
+
+    def _host_ms(self) -> float:
+        """Everything of a round at batch 1 but the two forwards, on a tree of middling width."""
+        roots = self._roots(1, 8)
+        tree = self._random_tree(1, min(15, self.max_nodes))
+        widths = torch.tensor([tree.max_nodes], device=self.target.device)
+        emitted = torch.randint(self.target.vocab_size, (1, tree.max_nodes + 1), device=self.target.device)
+
+        def host() -> Tensor:
+            flatten_trees(roots, tree, [tree.max_nodes], self.page_size, 8 + self._room)
+            accepted = accept(emitted, tree, widths, ancestor_mask(tree, tree.max_nodes))
+            self.target.cache.move(accepted.path[0], accepted.path[0])
+            return accepted.lengths
+
+        return self._time(host)[0]
+
+    def _time(self, run: Callable[[], Tensor]) -> tuple[float, float]:
+        """Median and noise (median absolute deviation) in ms of `run`, whose result is waited for."""
+        for _ in range(WARM_UPS):
+            run().flatten()[:1].tolist()
+        taken = []
+        for _ in range(REPEATS):
+            started = time.perf_counter()
+            run().flatten()[:1].tolist()
+            taken.append((time.perf_counter() - started) * 1000)
+        median = statistics.median(taken)
+        return median, statistics.median(abs(t - median) for t in taken)

@@ -1,0 +1,93 @@
+"""Latency profiles on disk: JSON, keyed by everything that changes a device's speed, reused only where all of it matches.
+
+A profile holds what the probe measured. Files are written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from cast_ray.config import cache_dir
+from cast_ray.errors import ConfigError
+from cast_ray.width.latency import LatencyTable
+
+FORMAT = 1
+logger = logging.getLogger(__name__)
+
+
+def profile_key(
+    device: torch.device, dtype: torch.dtype, target: dict[str, Any], drafter: dict[str, Any] | None, max_batch: int
+) -> dict[str, Any]:
+    """Everything that a measured latency depends on, as plain values."""
+    return {
+        "format": FORMAT,
+        "device": device_name(device),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "dtype": str(dtype).removeprefix("torch."),
+        "target": target,
+        "drafter": drafter,
+        "max_batch": max_batch,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def profile_path(key: dict[str, Any], folder: Path | None) -> Path:
+    """Where the profile of this key lies."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return (folder or cache_dir() / "profiles") / f"{digest}.json"
+
+
+def load_profile(key: dict[str, Any], folder: Path | None) -> LatencyTable | None:
+    """The saved table, or None when there is none; a damaged or foreign file is named in the log and ignored."""
+    path = profile_path(key, folder)
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["key"] != json.loads(json.dumps(key)):
+            raise ConfigError("it was measured under other conditions")
+        return LatencyTable.from_dict(saved["latency"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("profile %s is ignored and measured anew: %s", path, error)
+        return None
+
+
+def save_profile(key: dict[str, Any], table: LatencyTable, folder: Path | None) -> Path:
+    """Write the profile; a folder that cannot be written costs the next start a probe, no more."""
+    path = profile_path(key, folder)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
+            json.dump({"key": key, "latency": table.to_dict()}, file, indent=1)
+        os.replace(file.name, path)
+    except OSError as error:
+        logger.warning("profile %s could not be saved (%s); the next start measures again", path, error)
+    return path
+
+
+def device_name(device: torch.device) -> str:
+    """A name that tells devices of unlike speed apart."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_model()} x{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,248 @@
+"""DFlash: a one-pass block drafter over the target's features (z-lab's public architecture).
+
+A block is the root and `B - 1` mask tokens. Its positions attend to the context, whose keys and values come from the
+target's features of the committed tokens, and to each other; one forward scores all `B - 1` next tokens. The context is
+kept in a KV cache on the target's own slots; the block's entries lie behind it and are overwritten by the next round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+
+from cast_ray.drafters.base import DraftContexts
+from cast_ray.drafters.checkpoint import WEIGHTS, DFlashConfig
+from cast_ray.errors import DrafterError, describe
+from cast_ray.models.attention.base import AttentionBackend, Group, Layer
+from cast_ray.models.kv_cache import KVCache, slots_of
+from cast_ray.models.target import Target
+from cast_ray.trees.pack import DraftScores
+
+# Context rows that may wait for the next proposal; beyond it they are written to the cache by themselves.
+MAX_PENDING_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """What all layers of one draft forward share. Rows: new context first, then the blocks.
+
+    cos, sin: `[n, head_dim]` of all rows; slots: `[n]`; context_rows: how many of the n are context.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    context_rows: int
+    cache: KVCache
+    backend: AttentionBackend
+    plan: Any
+
+
+class DFlashAttention(nn.Module):
+    """Queries from the block alone; keys and values from new context and block."""
+
+    def __init__(self, config: DFlashConfig, index: int) -> None:
+        super().__init__()
+        model = config.model
+        self.head_dim = int(getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
+        inner, kv = model.num_attention_heads * self.head_dim, model.num_key_value_heads * self.head_dim
+        bias = bool(model.attention_bias)
+        self.q_proj = nn.Linear(model.hidden_size, inner, bias=bias)
+        self.k_proj = nn.Linear(model.hidden_size, kv, bias=bias)
+        self.v_proj = nn.Linear(model.hidden_size, kv, bias=bias)
+        self.o_proj = nn.Linear(inner, model.hidden_size, bias=bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=model.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=model.rms_norm_eps)
+        sliding = bool(model.layer_types) and model.layer_types[index] == "sliding_attention"
+        self.layer = Layer(
+            index=index,
+            scaling=self.head_dim**-0.5,
+            causal=sliding if config.causal is None else config.causal,
+            window=model.sliding_window if sliding else None,
+        )
+
+    def write_keys(self, rows: Tensor, forward: _Forward) -> None:
+        """Keys and values of rows `[n, hidden]` into the cache."""
+        keys = self.k_norm(self.k_proj(rows).view(rows.shape[0], -1, self.head_dim))
+        values = self.v_proj(rows).view(rows.shape[0], -1, self.head_dim)
+        forward.cache.write(self.layer.index, forward.slots, _rotate(keys, forward.cos, forward.sin), values)
+
+    def forward(self, blocks: Tensor, context: Tensor, forward: _Forward) -> Tensor:
+        """blocks `[m, hidden]`, context `[c, hidden]` -> `[m, hidden]`."""
+        self.write_keys(torch.cat([context, blocks]) if forward.context_rows else blocks, forward)
+        queries = self.q_norm(self.q_proj(blocks).view(blocks.shape[0], -1, self.head_dim))
+        queries = _rotate(queries, forward.cos[forward.context_rows :], forward.sin[forward.context_rows :])
+        out = forward.backend.run(forward.plan, queries, self.layer)
+        return self.o_proj(out.reshape(blocks.shape[0], -1))
+
+
+class DFlashLayer(nn.Module):
+    def __init__(self, config: DFlashConfig, index: int) -> None:
+        super().__init__()
+        model = config.model
+        self.self_attn = DFlashAttention(config, index)
+        self.mlp = Qwen3MLP(model)
+        self.input_layernorm = Qwen3RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
+
+    def forward(self, blocks: Tensor, context: Tensor, forward: _Forward) -> Tensor:
+        blocks = blocks + self.self_attn(self.input_layernorm(blocks), context, forward)
+        return blocks + self.mlp(self.post_attention_layernorm(blocks))
+
+
+class DFlashModel(nn.Module):
+    """The network; parameter names are those of the public format."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        model = config.model
+        self.layers = nn.ModuleList([DFlashLayer(config, i) for i in range(model.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
+        self.fc = nn.Linear(len(config.taps) * model.hidden_size, model.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(model)
+
+    def context(self, features: Tensor) -> Tensor:
+        """Features `[c, taps * hidden]` -> what every layer makes keys and values of, `[c, hidden]`."""
+        return self.hidden_norm(self.fc(features))
+
+    def forward(self, blocks: Tensor, context: Tensor, forward: _Forward) -> Tensor:
+        """blocks `[m, hidden]`, context `[c, hidden]` -> normed hidden states of the blocks `[m, hidden]`."""
+        for layer in self.layers:
+            blocks = layer(blocks, context, forward)
+        return self.norm(blocks)
+
+
+class DFlashDrafter:
+    """A DFlash network on a target's embedding, output head and pages; see drafters.base for the contract."""
+
+    def __init__(self, config: DFlashConfig, network: DFlashModel, target: Target, slots: int, page_size: int) -> None:
+        self.config = config
+        self.block_size = config.block_size
+        self.taps = config.taps
+        self.network = network
+        self._target = target
+        self._page_size = page_size
+        attention = network.layers[0].self_attn
+        self.cache = KVCache(
+            layers=len(network.layers),
+            slots=slots,
+            kv_heads=config.model.num_key_value_heads,
+            head_dim=int(attention.head_dim),  # type: ignore[arg-type, union-attr]
+            dtype=target.dtype,
+            device=target.device,
+        )
+        self._block_tail = torch.full((1, config.block_size - 1), config.mask_token_id, device=target.device)
+        self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def observe(self, features: Tensor, slots: Tensor, positions: Tensor) -> None:
+        self._pending.append((features, slots, positions))
+        if sum(rows.shape[0] for _, rows, _ in self._pending) > MAX_PENDING_ROWS:
+            self._write_context()
+
+    def forget(self, pages: list[int]) -> None:
+        gone = torch.tensor(pages, device=self._target.device)
+        kept = []
+        for features, slots, positions in self._pending:
+            stays = ~torch.isin(torch.div(slots, self._page_size, rounding_mode="floor"), gone)
+            kept.append((features[stays], slots[stays], positions[stays]))
+        self._pending = kept
+
+    def propose(self, contexts: DraftContexts, top_k: int) -> DraftScores:
+        logits = self.block_logits(contexts)
+        if contexts.temperatures is not None:
+            warm = torch.where(contexts.temperatures > 0, contexts.temperatures, 1.0)
+            logits = logits / warm[:, None, None]
+        best, token_ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+        return DraftScores(best - logits.logsumexp(dim=-1, keepdim=True), token_ids)
+
+    def block_logits(self, contexts: DraftContexts) -> Tensor:
+        """Draft logits of every depth: `[B, block_size - 1, vocab]` float32."""
+        hidden = self.block_hidden(contexts)[:, 1:]
+        logits = self._target.head(hidden).float() * self.config.output_multiplier
+        if self.config.softcap is not None:
+            logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
+        return logits
+
+    def block_hidden(self, contexts: DraftContexts) -> Tensor:
+        """One draft forward: `[B, block_size, hidden]`. Takes what was observed into the context on the way."""
+        batch, size, device = len(contexts.lengths), self.block_size, self._target.device
+        features, slots, positions = self._take_pending()
+        offsets = torch.arange(size, device=device)
+        block_positions = contexts.positions[:, None] + offsets
+        block_slots = slots_of(contexts.tables, block_positions, self._page_size)
+        group = Group(0, [size] * batch, contexts.lengths, contexts.tables, block_positions)
+        forward = self._forward(
+            torch.cat([slots, block_slots.reshape(-1)]),
+            torch.cat([positions, block_positions.reshape(-1)]),
+            slots.shape[0],
+            [group],
+        )
+        tokens = torch.cat([contexts.roots[:, None], self._block_tail.expand(batch, -1)], dim=1)
+        blocks = F.embedding(tokens.reshape(-1), self._target.embedding)
+        if self.config.input_scale != 1.0:
+            blocks = blocks * self.config.input_scale
+        context = self.network.context(features) if forward.context_rows else features
+        return self.network(blocks, context, forward).view(batch, size, -1)
+
+    def _write_context(self) -> None:
+        """Put what was observed into the cache without drafting."""
+        features, slots, positions = self._take_pending()
+        if slots.shape[0]:
+            forward = self._forward(slots, positions, slots.shape[0], [])
+            context = self.network.context(features)
+            for layer in self.network.layers:
+                layer.self_attn.write_keys(context, forward)  # type: ignore[union-attr, operator]
+
+    def _forward(self, slots: Tensor, positions: Tensor, context_rows: int, groups: list[Group]) -> _Forward:
+        cos, sin = self.network.rotary_emb(self._target.embedding[:1], positions[None])
+        plan = self._target.backend.plan(groups, self.cache)
+        return _Forward(cos[0], sin[0], slots, context_rows, self.cache, self._target.backend, plan)
+
+    def _take_pending(self) -> tuple[Tensor, Tensor, Tensor]:
+        pending, self._pending = self._pending, []
+        if not pending:
+            none = torch.empty(0, dtype=torch.int64, device=self._target.device)
+            return self._target.embedding[:0], none, none
+        features, slots, positions = zip(*pending, strict=True)
+        return torch.cat(features), torch.cat(slots), torch.cat(positions)
+
+
+def load_dflash(folder: Path, config: DFlashConfig, target: Target, slots: int, page_size: int) -> DFlashDrafter:
+    """The drafter of `folder` on `target`, whose taps must be the config's. DrafterError when it is unreadable."""
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        problem = f"cannot be read ({error})"
+        remedy = "Give a folder with safetensors weights"
+        raise DrafterError(describe("drafter", str(folder / WEIGHTS), problem, remedy)) from None
+    network = build_network(config, weights, folder)
+    return DFlashDrafter(config, network.to(target.device, target.dtype).eval(), target, slots, page_size)
+
+
+def build_network(config: DFlashConfig, weights: dict[str, Tensor], source: Path) -> DFlashModel:
+    """The network with these weights; DrafterError names tensors that are missing, foreign or of another shape."""
+    network = DFlashModel(config).requires_grad_(False)
+    expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if expected != found:
+        wrong = sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n))
+        shown = "; ".join(f"{n}: expected {expected.get(n, 'none')}, found {found.get(n, 'none')}" for n in wrong[:5])
+        problem = f"has {len(wrong)} tensors that do not fit its config.json ({shown})"
+        remedy = "Give a complete DFlash checkpoint, config.json and model.safetensors of one model"
+        raise DrafterError(describe("drafter", str(source), problem, remedy))
+    network.load_state_dict(weights)
+    return network
+
+
+def _rotate(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding: rows `[n, heads, head_dim]`, cos and sin `[n, head_dim]`."""
+    return rows * cos[:, None] + rotate_half(rows) * sin[:, None]

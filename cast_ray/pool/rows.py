@@ -1,0 +1,46 @@
+"""What travels between a client of the pool and an engine actor: one row's request and its answer.
+
+Plain picklable values. A failed row is an answer with `error` set, never an exception.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cast_ray.request import Completion, Prompt, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """One row to generate for; `row_id` is only a name, for messages and for the engine's request id."""
+
+    row_id: str
+    prompt: Prompt
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RowAnswer:
+    """Outputs, or `error` ("Kind: message") with every output None."""
+
+    text: str | None = None
+    finish_reason: str | None = None
+    num_input_tokens: int | None = None
+    num_generated_tokens: int | None = None
+    rounds: int | None = None
+    error: str | None = None
+
+    @classmethod
+    def of(cls, completion: Completion) -> RowAnswer:
+        return cls(
+            text=completion.text,
+            finish_reason=completion.finish_reason,
+            num_input_tokens=completion.num_input_tokens,
+            num_generated_tokens=len(completion.token_ids),
+            rounds=completion.stats.rounds,
+        )
+
+    @classmethod
+    def failed(cls, kind: str, message: object) -> RowAnswer:
+        """The part before the first colon is the kind that reports count by."""
+        return cls(error=f"{kind}: {' '.join(str(message).split())}")

@@ -1,0 +1,89 @@
+"""The token that a target emits: argmax, or a sample whose randomness is keyed by (seed, position).
+
+Sampling is Gumbel-max: the token of greatest `logit / T + g(seed, position, token)`, with the noise `g` from a
+counter-based hash. So a token is a function of prefix, seed and position alone, whatever the tree, batch or device.
+Inverse-CDF sampling would not do: a tiny change of any logit moves the whole cumulative sum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+# splitmix64's constants as signed 64-bit numbers (Steele, Lea, Flood: Fast splittable pseudorandom number generators).
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+
+# Uniforms are (h + 0.5) / 2**32 with a 32-bit hash h, so the noise is bounded: -log(-log(u)).
+_BITS = 32
+GUMBEL_MAX = 22.88  # a little above -log(-log((2**32 - 0.5) / 2**32)) = 22.8739
+
+
+def keyed_gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise for (seed, position, token): int64 tensors of one shape -> float64 of that shape."""
+    state = _mix(_mix(_mix(seeds) + positions) + tokens)
+    top = _shift(state, 64 - _BITS)
+    uniform = (top.to(torch.float64) + 0.5) * 2.0**-_BITS
+    return -torch.log(-torch.log(uniform))
+
+
+def perturbed_scores(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """All scores whose argmax is the sampled token: `[n, vocab]` float64. The plain reference of `choose_tokens`.
+
+    Rows with temperature 0 are the logits themselves.
+    """
+    n, vocab = logits.shape
+    tokens = torch.arange(vocab, device=logits.device).expand(n, vocab)
+    noise = keyed_gumbel(seeds[:, None].expand(n, vocab), positions[:, None].expand(n, vocab), tokens)
+    sampled = temperatures > 0
+    scale = torch.where(sampled, temperatures, 1.0).double()[:, None]
+    return logits.double() / scale + torch.where(sampled[:, None], noise, 0.0)
+
+
+def choose_tokens(logits: Tensor, temperatures: Tensor | None, seeds: Tensor, positions: Tensor) -> Tensor:
+    """The target's own token for each row.
+
+    logits: `[n, vocab]`; temperatures: `[n]` float, 0 is greedy, None says that all are; seeds: `[n]` int64;
+    positions: `[n]` int64, index of the emitted token in its request (prompt included) -> `[n]` int64.
+
+    Noise is computed only for tokens that can still win: with the greedy token's score s at hand, a token whose
+    `logit / T` is below s minus the greatest possible noise cannot.
+    """
+    greedy = logits.argmax(dim=-1)
+    if temperatures is None or logits.shape[0] == 0:
+        return greedy
+    scaled = logits.float() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+    top = scaled.gather(1, greedy[:, None])[:, 0]
+    reached = top.double() + keyed_gumbel(seeds, positions, greedy)
+    floor = torch.where(temperatures > 0, (reached - GUMBEL_MAX).float(), top)
+    rows, tokens = (scaled >= floor[:, None]).nonzero(as_tuple=True)
+    noise = keyed_gumbel(seeds[rows], positions[rows], tokens)
+    scores = scaled[rows, tokens].double() + torch.where(temperatures[rows] > 0, noise, 0.0)
+    best = torch.full_like(top, float("-inf"), dtype=torch.float64).scatter_reduce_(0, rows, scores, "amax")
+    # Exact ties go to the lowest token id, as argmax has them.
+    vocab = logits.shape[1]
+    contender = torch.where(scores == best[rows], tokens, vocab)
+    return torch.full_like(greedy, vocab).scatter_reduce_(0, rows, contender, "amin")
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**63) from a job or request seed and whatever tells its samples apart; the same everywhere."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _shift(values: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64 (torch's is arithmetic)."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(values: Tensor) -> Tensor:
+    """splitmix64's output function; int64 arithmetic wraps as unsigned does."""
+    values = values + _GOLDEN
+    values = (values ^ _shift(values, 30)) * _MIX_1
+    values = (values ^ _shift(values, 27)) * _MIX_2
+    return values ^ _shift(values, 31)

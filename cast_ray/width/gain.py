@@ -1,0 +1,111 @@
+"""What a width brings: expected round length from prefix masses, and from what rounds really accepted.
+
+It knows no time; `width.policy` weighs the gain against `width.latency`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cast_ray.width.curve import Array, pool_adjacent
+
+# How many accepted nodes of a rank it takes before its own record outweighs the reliability of all ranks together.
+PRIOR_ACCEPTED = 4.0
+
+
+def expected_round_lengths(masses: Tensor) -> Tensor:
+    """R(N) = 1 + sum of the N greatest masses, for every N at once: [B, N] sorted masses -> [B, N+1] float32.
+
+    Taking the masses at their word; `RoundLengthEstimate` corrects them by what was accepted.
+    """
+    return torch.nn.functional.pad(masses.float().cumsum(dim=1), (1, 0)) + 1.0
+
+
+class RoundLengthEstimate:
+    """The mean R(N) of one engine, learnt from its rounds for all N at once.
+
+    The tree of N nodes is a slice of every wider one, so a node of rank i that was verified and accepted counts for
+    every N >= i, whatever width it was verified in. With m_i the mean mass at rank i over all rounds, R(N) is
+    `1 + sum_{i<=N} m_i * r_i`, where r_i is the reliability of rank i: nodes accepted at it over the sum of masses
+    verified at it. Where every round verified rank i, `m_i * r_i` is just the share of rounds that accepted it.
+    A rank with few observations leans on the reliability of all ranks together, as does one that was never verified.
+    """
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self._rounds_offering = np.zeros(0)
+        self._mass_offered = np.zeros(0)
+        self._mass_verified = np.zeros(0)
+        self._accepted = np.zeros(0)
+
+    def observe(self, masses: Tensor, widths: Tensor, path: Tensor, lengths: Tensor) -> None:
+        """Take in one round of B requests. One device-to-host copy of [3, N].
+
+        masses: [B, N] of the whole packed tree, 0 where there is no node. Not of the verified slice alone: what lies
+            beyond it tells what a wider tree would bring.
+        widths: [B] int64, nodes verified.
+        path: [B, P] int64 and lengths: [B] int64, as in `trees.accept.Accepted`.
+        """
+        batch, nodes = masses.shape
+        if batch == 0 or nodes == 0:
+            return
+        verified = torch.arange(nodes, device=masses.device) < widths.unsqueeze(1)
+        on_path = torch.arange(path.shape[1], device=path.device) < lengths.unsqueeze(1)
+        # Row 0 of a path is the root: index 0 collects it and the padding, and is dropped.
+        accepted = torch.zeros(nodes + 1, dtype=torch.float32, device=masses.device)
+        accepted.scatter_add_(0, (path * on_path).flatten(), on_path.flatten().float())
+        masses = masses.float()
+        sums = torch.stack([masses.sum(dim=0), (masses * verified).sum(dim=0), accepted[1:]])
+        offered, tried, hits = sums.cpu().numpy().astype(np.float64)
+
+        self._grow(nodes)
+        self.rounds += batch
+        self._rounds_offering[:nodes] += batch
+        self._mass_offered[:nodes] += offered
+        self._mass_verified[:nodes] += tried
+        self._accepted[:nodes] += hits
+
+    @property
+    def reliability(self) -> float:
+        """Nodes accepted over the masses that were verified; 1 before anything was. Below 1: over-confident."""
+        predicted = float(self._mass_verified.sum())
+        return float(self._accepted.sum()) / predicted if predicted > 0 else 1.0
+
+    def predicted(self) -> float:
+        """Mean round length that the masses of the verified nodes promised, before any correction."""
+        return 1.0 + float(self._mass_verified.sum()) / self.rounds if self.rounds else 1.0
+
+    def achieved(self) -> float:
+        """Mean round length of the observed rounds."""
+        return 1.0 + float(self._accepted.sum()) / self.rounds if self.rounds else 1.0
+
+    def mean(self, max_nodes: int) -> Array:
+        """R(0..max_nodes), [max_nodes+1] float64, concave. Ranks that no tree has had yet add nothing."""
+        mean_masses = self._mass_offered / np.maximum(self._rounds_offering, 1)
+        own = self._accepted + PRIOR_ACCEPTED * self.reliability
+        adds = mean_masses * own / (self._mass_verified + PRIOR_ACCEPTED)
+        # Deeper ranks are lighter in truth too, to a good approximation: without this, luck at single ranks would make
+        # a wide tree look good.
+        equal = np.ones_like(adds)
+        adds = -pool_adjacent(-adds, equal, np.full_like(adds, np.inf))
+        adds = np.pad(adds, (0, max(0, max_nodes - len(adds))))[:max_nodes]
+        return 1.0 + np.concatenate([[0.0], np.cumsum(adds)])
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain values for reports."""
+        return {
+            "rounds": self.rounds,
+            "reliability": self.reliability,
+            "predicted_round_length": self.predicted(),
+            "achieved_round_length": self.achieved(),
+        }
+
+    def _grow(self, nodes: int) -> None:
+        missing = nodes - len(self._accepted)
+        if missing > 0:
+            self._rounds_offering = np.pad(self._rounds_offering, (0, missing))
+            self._mass_offered = np.pad(self._mass_offered, (0, missing))
+            self._mass_verified = np.pad(self._mass_verified, (0, missing))
+            self._accepted = np.pad(self._accepted, (0, missing))
