@@ -55,7 +55,9 @@ class EngineConfig(_Settings):
     candidates_per_depth: int = Field(32, ge=1, le=1024, description="drafted tokens kept at each depth")
     page_size: int = Field(16, ge=1, le=256, description="tokens of one KV page")
     kv_cache_tokens: int | None = Field(
-        None, ge=16, description="tokens that the KV pool holds; default: a quarter of the free memory, no more than used"
+        None,
+        ge=16,
+        description="tokens that the KV pool holds; default: a quarter of the free memory, no more than used",
     )
     profile_dir: Path | None = Field(None, description="where latency profiles are kept; default: the user's cache")
     probe_seconds: float = Field(20.0, gt=0, description="most seconds that measuring the device may take")
@@ -65,7 +67,9 @@ class EngineConfig(_Settings):
 class PoolConfig(_Settings):
     """The engine actors of a job."""
 
-    replicas: int | None = Field(None, ge=1, description="engine actors; default: one a GPU, or one where there is none")
+    replicas: int | None = Field(
+        None, ge=1, description="engine actors; default: one a GPU, or one where there is none"
+    )
     startup_timeout_s: float = Field(600.0, gt=0, description="longest wait for the first actor to be ready")
     max_restarts: int = Field(10, ge=0, description="times that one actor is started again after it died")
     row_attempts: int = Field(3, ge=1, description="engines that a row may go down with before it is given up")
@@ -74,8 +78,8 @@ class PoolConfig(_Settings):
 class BatchConfig(_Settings):
     """A batch job: rows in, rows with outputs out."""
 
-    engine: EngineConfig = Field(default_factory=EngineConfig)
-    pool: PoolConfig = Field(default_factory=PoolConfig)
+    engine: EngineConfig = Field(default_factory=lambda: EngineConfig())
+    pool: PoolConfig = Field(default_factory=lambda: PoolConfig())
     prompt_column: str | None = Field(None, description="column of raw text prompts")
     messages_column: str | None = Field(None, description="column of chat messages (list of role and content)")
     max_tokens: int = Field(256, ge=1, description="most new tokens a row")
@@ -98,7 +102,9 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> str:
     return "; ".join(lines)
 
 
-def load_settings(kind: type[Settings], path: str | Path | None = None, overrides: dict[str, Any] | None = None) -> Settings:
+def load_settings(
+    kind: type[Settings], path: str | Path | None = None, overrides: dict[str, Any] | None = None
+) -> Settings:
     """Settings from overrides, then a YAML file, then the environment, then defaults.
 
     overrides: nested mapping; a `None` means "not said". Environment names are `CAST_RAY_` and the field's path in
@@ -114,7 +120,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(describe("config", str(path), f"cannot be read ({error.strerror})", "Check the path")) from None
+        raise ConfigError(
+            describe("config", str(path), f"cannot be read ({error.strerror})", "Check the path")
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         detail = " ".join(str(error).split())
         raise ConfigError(describe("config", str(path), f"is not YAML ({detail})", "Mend that line")) from None

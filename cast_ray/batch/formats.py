@@ -27,7 +27,7 @@ _READABLE = "Readable are .parquet, .jsonl and .csv"
 
 @dataclass(frozen=True)
 class InputPlan:
-    """What a job will read. schema: the input's columns. json_columns: those kept as JSON text, their types being mixed.
+    """What a job will read. schema: the input's columns. json_columns: those of mixed types, kept as JSON text.
 
     make_row_id: no column names every row, so the reader adds `row_id`, the file's name and the row's number in it.
     """
@@ -53,7 +53,7 @@ def plan_input(path: str | Path) -> InputPlan:
     kinds = sorted({FORMATS[file.suffix.lower()] for file, _ in files})
     if len(kinds) > 1:
         problem = f"holds {' and '.join(kinds)} files"
-        raise InputError(describe("input", str(path), problem, "Name one kind, for example with a glob: 'data/*.jsonl'"))
+        raise InputError(describe("input", str(path), problem, "Name one kind with a glob, as 'data/*.jsonl'"))
     scans = [_scan(file, name, kinds[0]) for file, name in files]
     rows = sum(scan.rows for scan in scans)
     if rows == 0:

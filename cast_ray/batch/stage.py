@@ -1,6 +1,7 @@
-"""The stage of a Ray Data pipeline that turns blocks of rows into answered rows. It is thin: it asks the pool and waits.
+"""The stage of a Ray Data pipeline that turns blocks of rows into answered rows.
 
-Many calls run at once in one actor, so an engine never idles on one batch's slowest row.
+It is thin: it asks the pool and waits. Many calls run at once in one actor, so an engine never idles on one batch's
+slowest row.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Scan:
 
 
 def scan_text(path: Path, name: str, is_csv: bool, id_columns: Iterable[str]) -> Scan:
-    """One pass over the file in bounded memory (values of id_columns are kept). Raises OSError where it cannot be read."""
+    """One pass over the file in bounded memory (values of id_columns are kept). Raises OSError."""
     scan = Scan(ids={column: [] for column in id_columns})
     with path.open("rb") as file:
         if is_csv:
@@ -133,7 +133,9 @@ def no_nulls(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def read_piece(piece: Piece, is_csv: bool, schema: pa.Schema, json_columns: frozenset[str]) -> tuple[pa.Table, list[int]]:
+def read_piece(
+    piece: Piece, is_csv: bool, schema: pa.Schema, json_columns: frozenset[str]
+) -> tuple[pa.Table, list[int]]:
     """The piece's rows as a table of schema and READ_ERROR_COLUMN, and each row's number in its file."""
     with open(piece.path, "rb") as file:
         header = csv_header(file, piece.name) if is_csv else []

@@ -1,4 +1,4 @@
-"""Latency profiles on disk: JSON, keyed by everything that changes a device's speed, reused only where all of it matches.
+"""Latency profiles on disk: JSON, keyed by everything that changes a device's speed, reused where all of it matches.
 
 A profile holds what the probe measured. Files are written whole or not at all.
 """

@@ -28,7 +28,7 @@ class DFlashConfig:
 
     block_size: B, positions of a block, the root included. taps: target layers whose output is a feature.
     causal: whether a block position sees only those before it; None leaves it to the layer (sliding layers are causal).
-    input_scale, output_multiplier, softcap: factors on the target's raw embedding and on the draft logits, and their cap.
+    input_scale, output_multiplier, softcap: factors on the raw embedding and the draft logits, and the logits' cap.
     """
 
     model: Qwen3Config
@@ -50,7 +50,9 @@ def find_drafter(name: str) -> Path:
         return folder
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise DrafterError(
-            describe("drafter", name, "is no folder", "Give a DFlash folder, a hub id (owner/name), 'embedded' or 'none'")
+            describe(
+                "drafter", name, "is no folder", "Give a DFlash folder, a hub id (owner/name), 'embedded' or 'none'"
+            )
         )
     try:
         return Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors"]))
@@ -83,12 +85,14 @@ def read_config(folder: Path) -> DFlashConfig:
     if taps is None:
         taps = _default_taps(path, raw.get("num_target_layers"), model.num_hidden_layers)
     if not isinstance(taps, list) or not taps or not all(isinstance(t, int) and t >= 0 for t in taps):
-        raise _bad(path, "target_layer_ids", taps, "must be a list of target layers from 0", "See the drafter's model card")
+        raise _bad(
+            path, "target_layer_ids", taps, "must be a list of target layers from 0", "See the drafter's model card"
+        )
     block_size = value("block_size", 16)
     if not isinstance(block_size, int) or block_size < 2:
         raise _bad(path, "block_size", block_size, "must be at least 2", "See the drafter's model card")
     softcap = value("final_logit_softcapping")
-    causal = value("is_causal")
+    causal = raw.get("is_causal")  # beside dflash_config, not in it
     return DFlashConfig(
         model=model,
         block_size=block_size,
@@ -101,7 +105,9 @@ def read_config(folder: Path) -> DFlashConfig:
     )
 
 
-def check_pair(config: DFlashConfig, source: Path, *, hidden_size: int, layers: int, vocab_size: int, target: str) -> None:
+def check_pair(
+    config: DFlashConfig, source: Path, *, hidden_size: int, layers: int, vocab_size: int, target: str
+) -> None:
     """DrafterError where the drafter cannot have been made for a target of this shape; the message shows both sides."""
     problems = []
     if config.model.hidden_size != hidden_size:
@@ -117,7 +123,9 @@ def check_pair(config: DFlashConfig, source: Path, *, hidden_size: int, layers: 
         problems.append(f"its mask_token_id {config.mask_token_id} is outside the target's {vocab_size} tokens")
     if problems:
         remedy = "Give the drafter that was trained for this target, or drafter='none' to decode without one"
-        raise DrafterError(describe("drafter", str(source), f"does not match target {target!r}: {'; '.join(problems)}", remedy))
+        raise DrafterError(
+            describe("drafter", str(source), f"does not match target {target!r}: {'; '.join(problems)}", remedy)
+        )
 
 
 def _default_taps(path: Path, target_layers: Any, draft_layers: int) -> list[int]:

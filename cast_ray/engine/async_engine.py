@@ -82,7 +82,12 @@ class AsyncEngine:
         if future is not None:
             raise self._error()
 
-    def _start(self, request_id: str, prompt: Prompt, params: SamplingParams | None, future: Future[Completion]) -> None:
+    def _start(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None, future: Future[Completion]
+    ) -> None:
+        # From here on nobody can cancel the future itself; a cancelled caller aborts the request instead.
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             if request_id in self._pending:
                 raise EngineError(f"request_id={request_id!r} is in use. Give each request its own.")
@@ -102,9 +107,7 @@ class AsyncEngine:
                 self._take_inbox()
                 for event in self._engine.step():
                     if event.completion is not None:
-                        future = self._pending.pop(event.request_id)
-                        if future.set_running_or_notify_cancel():
-                            future.set_result(event.completion)
+                        self._pending.pop(event.request_id).set_result(event.completion)
         except BaseException as error:
             self._failure = error
         finally:
@@ -128,8 +131,7 @@ class AsyncEngine:
             action()
         error = self._error()
         for future in self._pending.values():
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+            future.set_exception(error)
         self._pending.clear()
 
     def _error(self) -> EngineError:

@@ -1,4 +1,4 @@
-"""The engine of one device: requests in, rounds, completions out. Synchronous; `async_engine` puts a thread around it."""
+"""The engine of one device: requests in, rounds, completions out. Synchronous; `async_engine` gives it a thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -120,13 +120,17 @@ class Engine:
             tokens = self._render_chat(prompt)
         elif isinstance(prompt, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
             vocab = self._parts.target.vocab_size
-            bad = [t for t in prompt if not 0 <= t < vocab]
+            tokens = cast(list[int], list(prompt))
+            bad = [t for t in tokens if not 0 <= t < vocab]
             if bad:
-                raise RequestError(describe("prompt", bad[0], f"is no token id below {vocab}", "Use the target's tokenizer"))
-            tokens = list(prompt)  # type: ignore[arg-type]
+                raise RequestError(
+                    describe("prompt", bad[0], f"is no token id below {vocab}", "Use the target's tokenizer")
+                )
         else:
             problem = "is neither text, chat messages nor token ids"
-            raise RequestError(describe("prompt", prompt, problem, "Give a string, a list of messages, or a list of ids"))
+            raise RequestError(
+                describe("prompt", prompt, problem, "Give a string, a list of messages, or a list of ids")
+            )
         if not tokens:
             raise RequestError(describe("prompt", prompt, "has no tokens", "Give at least one"))
         return tokens
@@ -137,7 +141,7 @@ class Engine:
         tokens = self.render(prompt)
         self._check_length(tokens, params)
         seed = params.seed if params.seed is not None else secrets.randbits(63) if params.temperature else 0
-        stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        stop = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._parts.loaded.eos_token_ids)
         end = min(len(tokens) + params.max_tokens, self.max_context)
         self._scheduler.add(Sequence(request_id, tokens, len(tokens), params, seed, stop, end))
 
@@ -222,10 +226,6 @@ class Engine:
         """EngineError when a KV page is lost or owned twice."""
         self._scheduler.check_integrity()
 
-    @property
-    def _eos(self) -> frozenset[int]:
-        return frozenset(self._parts.loaded.eos_token_ids)
-
     def _keep(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], bool]:
         """Cut a round's tokens at the request's end and append them. See round.Cut."""
         kept = tokens[: sequence.max_length - len(sequence.tokens)]
@@ -272,16 +272,22 @@ class Engine:
         for number, message in enumerate(messages):
             if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
                 problem = "must have a role and a content, both text"
-                raise RequestError(describe(f"messages[{number}]", message, problem, 'Write {"role": "user", "content": …}'))
+                raise RequestError(
+                    describe(f"messages[{number}]", message, problem, 'Write {"role": "user", "content": …}')
+                )
         if not self.tokenizer.chat_template:
             problem = f"target {self._parts.loaded.name!r} has no chat template"
             raise RequestError(describe("messages", messages, problem, "Give text prompts, or a chat model"))
         try:
             return list(
-                self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+                self.tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
             )
         except Exception as error:  # templates are code of the model's own and raise what they like
-            raise RequestError(describe("messages", messages, f"the chat template refuses them ({error})", "See its rules")) from None
+            raise RequestError(
+                describe("messages", messages, f"the chat template refuses them ({error})", "See its rules")
+            ) from None
 
     def _check_length(self, tokens: list[int], params: SamplingParams) -> None:
         if len(tokens) >= self.max_context:
@@ -292,15 +298,21 @@ class Engine:
         if pages > pool:
             page = self.config.page_size
             problem = f"{len(tokens)} prompt tokens and max_tokens={params.max_tokens} need {pages * page} KV places"
-            raise RequestError(f"prompt: {problem}, the pool has {pool * page}. Lower max_tokens or raise kv_cache_tokens.")
+            raise RequestError(
+                f"prompt: {problem}, the pool has {pool * page}. Lower max_tokens or raise kv_cache_tokens."
+            )
 
     def _pair_params(
         self, prompts: List[Prompt], params: SamplingParams | List[SamplingParams] | None
     ) -> list[SamplingParams]:
         if isinstance(prompts, str) or not isinstance(prompts, list | tuple):
-            raise RequestError(describe("prompts", prompts, "must be a list of prompts", "Wrap a single prompt in a list"))
+            raise RequestError(
+                describe("prompts", prompts, "must be a list of prompts", "Wrap a single prompt in a list")
+            )
         if prompts and isinstance(prompts[0], dict | int):
-            raise RequestError(describe("prompts", prompts[0], "looks like a part of one prompt", "Wrap the prompt in a list"))
+            raise RequestError(
+                describe("prompts", prompts[0], "looks like a part of one prompt", "Wrap the prompt in a list")
+            )
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):

@@ -67,16 +67,20 @@ class Scheduler:
     """
 
     def __init__(
-        self, allocator: PageAllocator, page_size: int, max_batch: int, max_context: int, scratch: int, device: torch.device
+        self,
+        allocator: PageAllocator,
+        page_size: int,
+        max_batch: int,
+        max_context: int,
+        scratch: int,
+        device: torch.device,
     ) -> None:
         self.allocator = allocator
         self.page_size = page_size
         self.scratch = scratch
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.tables: Tensor = torch.zeros(
-            max_batch, self.pages_for(max_context), dtype=torch.int64, device=device
-        )
+        self.tables: Tensor = torch.zeros(max_batch, self.pages_for(max_context), dtype=torch.int64, device=device)
         self._free_rows = list(range(max_batch - 1, -1, -1))
 
     def pages_for(self, length: int) -> int:

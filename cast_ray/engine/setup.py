@@ -68,7 +68,12 @@ def build(config: EngineConfig) -> Parts:
     layers, kv_heads, head_dim = kv_shape(text)
     if pair:
         check_pair(
-            pair[1], pair[0], hidden_size=text.hidden_size, layers=layers, vocab_size=text.vocab_size, target=loaded.name
+            pair[1],
+            pair[0],
+            hidden_size=text.hidden_size,
+            layers=layers,
+            vocab_size=text.vocab_size,
+            target=loaded.name,
         )
     max_context = _max_context(config, loaded)
     scratch = max(config.max_nodes + 1, block_size or 0)
@@ -151,7 +156,11 @@ def _latency(
     """The saved table of this device and pair, else a new one."""
     shape: dict[str, Any] | None = None
     if pair:
-        shape = {"block_size": pair[1].block_size, "taps": list(pair[1].taps), "layers": pair[1].model.num_hidden_layers}
+        shape = {
+            "block_size": pair[1].block_size,
+            "taps": list(pair[1].taps),
+            "layers": pair[1].model.num_hidden_layers,
+        }
     key = profile_key(target.device, target.dtype, target_fingerprint(target.loaded), shape, config.max_batch_size)
     saved = load_profile(key, config.profile_dir)
     if saved is not None:

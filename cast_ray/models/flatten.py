@@ -55,9 +55,7 @@ class Flattened:
         return values.new_zeros(self.real.shape).masked_scatter_(self.real, values)
 
 
-def flatten_trees(
-    roots: Roots, tree: CandidateTree, widths: list[int], page_size: int, max_position: int
-) -> Flattened:
+def flatten_trees(roots: Roots, tree: CandidateTree, widths: list[int], page_size: int, max_position: int) -> Flattened:
     """Rows of a verification: every root and the first `widths[b]` nodes of its tree, which has W = max(widths) slots.
 
     Node i's key and value are written i + 1 places behind the root's, its position is the root's plus its depth.
@@ -77,8 +75,8 @@ def flatten_trees(
     counts = torch.tensor(lengths, device=device)
     starts = counts.cumsum(0) - counts
     if min(widths) == width:
-        flat = [t.reshape(-1) for t in (tokens, positions, slots, request)]
-        return Flattened(group, *flat, mask, None, starts)
+        tokens, positions, slots, request = (t.reshape(-1) for t in (tokens, positions, slots, request))
+        return Flattened(group, tokens, positions, slots, request, mask, None, starts)
     real = columns < counts[:, None]
     return Flattened(group, tokens[real], positions[real], slots[real], request[real], mask, real, starts)
 

@@ -64,9 +64,7 @@ class Target:
     taps: decoder layers whose output is a feature, in the order of the drafter's config.
     """
 
-    def __init__(
-        self, loaded: LoadedTarget, backend: AttentionBackend, slots: int, taps: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, loaded: LoadedTarget, backend: AttentionBackend, slots: int, taps: tuple[int, ...] = ()) -> None:
         self.loaded = loaded
         self.model = loaded.model
         self.backend = backend

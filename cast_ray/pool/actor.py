@@ -7,6 +7,7 @@ own death leaves a call as an exception.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -23,6 +24,9 @@ class EngineLike(Protocol):
     async def generate(self, prompt: Prompt, params: SamplingParams, *, request_id: str) -> Completion: ...
 
     def stats(self) -> dict[str, Any]: ...
+
+    @property
+    def healthy(self) -> bool: ...
 
     def close(self) -> None: ...
 
@@ -47,6 +51,7 @@ class EngineActor:
         self._factory = factory
         self._engine: EngineLike | None = None
         self._loading = asyncio.Lock()
+        self._requests = itertools.count()
 
     async def ready(self) -> str:
         """Load the engine if it is not loaded, and return the actor's name. Raises what loading raised."""
@@ -63,13 +68,15 @@ class EngineActor:
 
     async def _answer(self, row: RowRequest) -> RowAnswer:
         assert self._engine is not None
+        # Numbered, because a row that is tried again may still be in the engine.
+        request_id = f"{row.row_id}#{next(self._requests)}"
         try:
-            return RowAnswer.of(await self._engine.generate(row.prompt, row.params, request_id=row.row_id))
-        except EngineError:
-            raise
+            return RowAnswer.of(await self._engine.generate(row.prompt, row.params, request_id=request_id))
         except RequestError as error:
             return RowAnswer.failed("RequestError", error)
         except Exception as error:
+            if not self._engine.healthy:
+                raise EngineError(f"the engine of {self._name} died ({type(error).__name__}: {error})") from None
             # Whatever one row provokes, for example in a chat template, must not harm its neighbours.
             return RowAnswer.failed(type(error).__name__, error)
 
@@ -83,7 +90,8 @@ class EngineActor:
             "pid": os.getpid(),
             "node": context.get_node_id(),
             "restarted": context.was_current_actor_reconstructed,
-            "engine": self._engine.stats() if self._engine is not None else None,
+            # In a thread: an engine answers between two rounds.
+            "engine": await asyncio.to_thread(self._engine.stats) if self._engine is not None else None,
         }
 
     async def close(self) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from cast_ray.errors import EngineError
 from cast_ray.pool.routing import EngineLoad, TokenEstimate, choose
@@ -115,8 +115,9 @@ class Dispatcher:
             member.suspect_aboard = True
         self._spawn(member, self._call(member, tickets, cost, member.life))
 
-    def _spawn(self, member: _Member, work: object) -> None:
-        task = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+    def _spawn(self, member: _Member, work: Coroutine[Any, Any, None]) -> None:
+        # Held, or the loop could collect it before it ends.
+        task = asyncio.get_running_loop().create_task(work)
         member.calls.add(task)
         task.add_done_callback(member.calls.discard)
 
@@ -139,7 +140,7 @@ class Dispatcher:
         self._pump()
 
     def _lost(self, member: _Member, tickets: list[_Ticket], error: Exception, life: int) -> None:
-        """The engine died with these rows aboard. Its other calls fail too, one by one; the first starts the revival."""
+        """The engine died with these rows aboard. Its other calls fail too; the first to fail starts the revival."""
         if member.life == life:
             member.life += 1
             member.up = False
@@ -183,7 +184,9 @@ def short_cause(error: BaseException) -> str:
         error = original
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # Ray puts identifiers on lines of their own between the summary and the reason.
-    text = " ".join(line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:")))
+    text = " ".join(
+        line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:"))
+    )
     if len(text) > 400:
         text = text[:397] + "..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

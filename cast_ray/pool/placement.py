@@ -1,4 +1,7 @@
-"""How many engine actors a cluster gets and with which resources. Pure: reads a picture of the cluster, starts nothing."""
+"""How many engine actors a cluster gets, and with which resources.
+
+Pure: it reads a picture of the cluster and starts nothing.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def place(engine: EngineConfig, pool: PoolConfig, nodes: Sequence[NodeResources]
             remedy = "Lower replicas, or set engine.device to cpu" if gpus else "Set engine.device to cpu or auto"
             raise ConfigError(describe("pool.replicas", replicas, problem, remedy))
         # Ray shows each actor its own GPU as device 0.
-        return [ActorPlan(f"engine-{i}", engine.replace(device="cuda"), {"num_gpus": 1, "num_cpus": 0}) for i in range(replicas)]
+        return [
+            ActorPlan(f"engine-{i}", engine.replace(device="cuda"), {"num_gpus": 1, "num_cpus": 0})
+            for i in range(replicas)
+        ]
     replicas = pool.replicas or 1
     changes: dict[str, Any] = {"device": "cpu"}
     if engine.threads is None:

@@ -47,7 +47,7 @@ class EnginePool:
 
     @property
     def slots(self) -> int:
-        """Rows that a client keeps aboard one engine: a full batch, and a few so that a freed place is filled at once."""
+        """Rows that a client keeps aboard one engine: a full batch, and a few to fill freed places at once."""
         return self._slots
 
     @property
@@ -56,12 +56,10 @@ class EnginePool:
         return PoolMembers(tuple(self._handles), tuple(self._handles.values()), self._slots, self._config.row_attempts)
 
     def _await_ready(self) -> None:
-        """Wait for the first actor, then as long again for the others; those that need longer join while the job runs."""
+        """Wait for the first actor, then as long again for the others; later ones join while the job runs."""
         began = time.monotonic()
         deadline = began + self._config.startup_timeout_s
-        pending = {
-            handle.ready.options(max_task_retries=-1).remote(): name for name, handle in self._handles.items()
-        }
+        pending = {handle.ready.options(max_task_retries=-1).remote(): name for name, handle in self._handles.items()}
         causes: list[Exception] = []
         ready = 0
         while pending and (left := deadline - time.monotonic()) > 0:
@@ -81,7 +79,9 @@ class EnginePool:
         if ready:
             return
         if pending:
-            problem = f"no engine actor was ready within {self._config.startup_timeout_s:g} s ({len(pending)} still starting)"
+            problem = (
+                f"no engine actor was ready within {self._config.startup_timeout_s:g} s ({len(pending)} still starting)"
+            )
             raise EngineError(f"{problem}. Look at `ray status` for missing resources, or raise pool.startup_timeout_s")
         cause = getattr(causes[0], "cause", None)
         if isinstance(cause, CastRayError):
@@ -91,7 +91,9 @@ class EnginePool:
 
     def stats(self, timeout_s: float = 10.0) -> dict[str, dict[str, Any]]:
         """The actors' statistics by name; an actor that is dead or silent has `cause` and no `engine`."""
-        found: dict[str, dict[str, Any]] = {name: {"name": name, "engine": None, "cause": text} for name, text in self.failed.items()}
+        found: dict[str, dict[str, Any]] = {
+            name: {"name": name, "engine": None, "cause": text} for name, text in self.failed.items()
+        }
         refs = {name: handle.stats.remote() for name, handle in self._handles.items()}
         if refs:
             ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)

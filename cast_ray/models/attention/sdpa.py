@@ -63,9 +63,10 @@ class SdpaBackend:
             table = group.tables[0, :pages]
             if bool((table[1:] == table[:-1] + 1).all()):
                 return _GroupPlan(group, queries, keys, int(table[0]) * self.page_size, None, padding)
-        index = torch.arange(keys, device=device).expand(len(group.lengths), keys)
-        last = group.tables.shape[1] * self.page_size - 1
-        key_slots = slots_of(group.tables, index.clamp(max=last), self.page_size).reshape(-1)
+        # Padding repeats a request's own last key: masked, but it must not be another's, nor memory never written.
+        last = torch.tensor(group.contexts, device=device) + torch.tensor(group.lengths, device=device) - 1
+        index = torch.minimum(torch.arange(keys, device=device)[None], last[:, None])
+        key_slots = slots_of(group.tables, index, self.page_size).reshape(-1)
         return _GroupPlan(group, queries, keys, None, key_slots, padding)
 
     def _run_group(self, plan: _GroupPlan, cache: KVCache, queries: Tensor, layer: Layer) -> Tensor:
@@ -123,7 +124,9 @@ def visible_keys(group: Group, queries: int, keys: int, causal: bool, window: in
     b = len(group.lengths)
     mask = group.mask
     if mask is None:
-        square = causal_mask(queries, device) if causal else torch.ones(queries, queries, dtype=torch.bool, device=device)
+        square = (
+            causal_mask(queries, device) if causal else torch.ones(queries, queries, dtype=torch.bool, device=device)
+        )
         mask = square.expand(b, queries, queries)
     new = mask.gather(2, own[:, None].expand(b, queries, keys)) & inside[:, None]
     visible = new | (index < contexts)[:, None]
@@ -137,9 +140,7 @@ def visible_keys(group: Group, queries: int, keys: int, causal: bool, window: in
     return visible
 
 
-def _attend_explicitly(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, layer: Layer, q: int
-) -> Tensor:
+def _attend_explicitly(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, layer: Layer, q: int) -> Tensor:
     """Scores written out, for the layers that SDPA has no argument for: soft caps and attention sinks."""
     scores = torch.matmul(queries, keys.transpose(-1, -2)) * layer.scaling
     if layer.softcap is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import shutil
 import sys
@@ -219,6 +220,10 @@ def test_loading_prints_nothing_and_leaves_the_logging_of_transformers_as_it_was
     weights = read_weights(folder)
     save_file({**weights, "model.extra": torch.ones(2)}, folder / "model.safetensors", {"format": "pt"})
     path = write_gguf(tmp_path / "tiny.gguf")
+    logged: list[logging.LogRecord] = []
+    listener = logging.Handler()
+    listener.emit = logged.append
+    hf_logging.add_handler(listener)
     hf_logging.set_verbosity_warning()
     before = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     capfd.readouterr()
@@ -226,7 +231,9 @@ def test_loading_prints_nothing_and_leaves_the_logging_of_transformers_as_it_was
     load_target(str(path), torch.float32, CPU)
     (folder / "model.safetensors").write_bytes(b"broken")
     refused(folder)
+    hf_logging.remove_handler(listener)
     assert capfd.readouterr() == ("", "")
+    assert logged == []
     assert (hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()) == before
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_trees import STYLES, best_first, path_to, random_scores
 
 from cast_ray.errors import CastRayError, ConfigError, DrafterError
 from cast_ray.trees.pack import DraftScores, pack
 from cast_ray.trees.tree import CandidateTree
+from tests.unit.trees.slow_trees import STYLES, best_first, path_to, random_scores
 
 SHAPES = {
     "seed": st.integers(0, 2**31),

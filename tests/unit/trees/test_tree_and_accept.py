@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_trees import STYLES, path_to, random_scores, walk
 
 from cast_ray.errors import ConfigError
 from cast_ray.trees.accept import accept
 from cast_ray.trees.pack import pack
 from cast_ray.trees.tree import ancestor_mask, no_tree
+from tests.unit.trees.slow_trees import STYLES, path_to, random_scores, walk
 
 SHAPES = {
     "seed": st.integers(0, 2**31),

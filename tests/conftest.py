@@ -1,0 +1,22 @@
+"""What tests share: a local Ray cluster for those that ask for one, ended with the session."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local cluster of two CPUs; jobs run in this process join it."""
+    import ray
+
+    import tests.fake_engine as fake_engine
+
+    # Workers have no tests folder on their path.
+    ray.cloudpickle.register_pickle_by_value(fake_engine)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
