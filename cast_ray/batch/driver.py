@@ -32,7 +32,7 @@ from cast_ray.batch.output import (
 )
 from cast_ray.batch.prepare import find_prompt_column
 from cast_ray.config import BatchConfig
-from cast_ray.errors import CastRayError, ConfigError, EngineError, describe
+from cast_ray.errors import ConfigError, EngineError, describe
 from cast_ray.pool.actor import EngineFactory, default_engine
 from cast_ray.stats.report import JobTimes, render, summarise
 
@@ -129,7 +129,7 @@ def _generate(
         begin_output(output, {"demo": config.input == str(SAMPLE_INPUT), "settings": settings})
         tally = start_tally()
         pipeline = Pipeline(config, pool=pool, json_columns=plan.json_columns, tally=tally)
-        with JobProgress(plan.rows, tally, pool, console), plain_errors():
+        with JobProgress(plan.rows, tally, pool, console), plain_errors(tally):
             pipeline(read_dataset(plan)).write_parquet(str(output), min_rows_per_file=_ROWS_A_FILE)
         finished = time.monotonic()
         actors = pool.stats()
@@ -171,16 +171,14 @@ def quiet_ray_data() -> Iterator[None]:
 
 
 @contextmanager
-def plain_errors() -> Iterator[None]:
-    """What a stage raised, without the layers that Ray wrapped around it."""
+def plain_errors(tally: Any) -> Iterator[None]:
+    """What made the stage fail, as the stage told it: Ray Data passes on only a traceback's text."""
+    import ray
+
     try:
         yield
-    except Exception as error:
-        found: BaseException | None = error
-        while found is not None:
-            cause = getattr(found, "cause", None)
-            for candidate in (found, cause):
-                if isinstance(candidate, CastRayError):
-                    raise type(candidate)(str(candidate).splitlines()[-1]) from None
-            found = cause if isinstance(cause, BaseException) else found.__cause__
+    except Exception:
+        failure = ray.get(tally.read.remote())["failure"]
+        if failure is not None:
+            raise EngineError(failure) from None
         raise

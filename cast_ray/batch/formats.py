@@ -92,13 +92,11 @@ def find_files(path: str) -> list[tuple[Path, str]]:
         root = Path(os.path.commonpath([file.parent for file in found]))
     else:
         raise InputError(describe("input", path, "does not exist", f"Check the path (from {Path.cwd()})"))
-    # Hidden and underscored names are markers of other tools, as in every Parquet reader.
     names = {file: file.relative_to(root).as_posix() for file in found}
-    usable = [
-        file
-        for file, name in names.items()
-        if file.suffix.lower() in FORMATS and not any(part.startswith((".", "_")) for part in name.split("/"))
-    ]
+    usable = [file for file in found if file.suffix.lower() in FORMATS]
+    if given.is_dir():
+        # Hidden and underscored names are markers of other tools, as in every Parquet reader.
+        usable = [file for file in usable if not any(part[0] in "._" for part in names[file].split("/"))]
     if not usable:
         raise InputError(describe("input", path, "holds no readable file", _READABLE))
     return sorted(((file.resolve(), names[file]) for file in usable), key=lambda pair: pair[1])

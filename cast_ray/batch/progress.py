@@ -17,18 +17,23 @@ BAR_EVERY_S = 0.5
 
 
 class Tally:
-    """An actor that counts finished rows while a job runs. The report counts the output itself instead."""
+    """An actor that hears from the stage: finished rows, and why it failed. The report counts the output instead."""
 
     def __init__(self) -> None:
         self._counts = {"rows": 0, "errors": 0, "tokens": 0}
+        self._failure: str | None = None
 
     def add(self, rows: int, errors: int, tokens: int) -> None:
         self._counts["rows"] += rows
         self._counts["errors"] += errors
         self._counts["tokens"] += tokens
 
-    def read(self) -> dict[str, int]:
-        return dict(self._counts)
+    def fail(self, cause: str) -> None:
+        self._failure = self._failure or cause
+
+    def read(self) -> dict[str, Any]:
+        """rows, errors and tokens so far; failure: what ended the stage, or None."""
+        return {**self._counts, "failure": self._failure}
 
 
 def start_tally() -> Any:

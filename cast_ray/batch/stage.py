@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from cast_ray.batch.columns import READ_ERROR_COLUMN, append_outputs, row_seed
 from cast_ray.batch.prepare import PromptColumn, read_prompt
-from cast_ray.errors import RequestError
+from cast_ray.errors import EngineError, RequestError
 from cast_ray.pool.client import PoolClient, PoolMembers
 from cast_ray.pool.rows import RowAnswer, RowRequest
 from cast_ray.request import SamplingParams
@@ -41,7 +41,12 @@ class Stage:
     async def __call__(self, table: pa.Table) -> pa.Table:
         table, requests = prepare(table, self._settings)
         wanted = [request for request in requests if isinstance(request, RowRequest)]
-        generated = iter(await self._client.generate(wanted))
+        try:
+            generated = iter(await self._client.generate(wanted))
+        except EngineError as error:
+            if self._tally is not None:
+                await self._tally.fail.remote(str(error))
+            raise
         answers = [next(generated) if isinstance(request, RowRequest) else request for request in requests]
         if self._tally is not None:
             errors = sum(answer.error is not None for answer in answers)

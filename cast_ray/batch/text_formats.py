@@ -204,8 +204,8 @@ def _parse_line(line: bytes, number: int) -> tuple[dict[str, Any], str | None]:
 
 def csv_header(file: BinaryIO, name: str) -> list[str]:
     """Column names from the first record; leaves the file behind it. An empty file has none."""
-    lines = iter(file.readline, b"")
-    names = next(csv.reader(_decoded(lines)), [])
+    records = csv.reader(_decoded(iter(file.readline, b"")))
+    names = next((record for record in records if not _is_blank(record)), [])
     if names:
         names[0] = names[0].removeprefix("\ufeff")
     twice = sorted({column for column in names if names.count(column) > 1})
@@ -234,7 +234,7 @@ def read_csv(file: BinaryIO, header: list[str], first: int = 1) -> Iterator[Reco
             return
         except csv.Error as error:
             fields, problem = [], f"cannot be read ({error})"
-        if fields or problem:
+        if problem or not _is_blank(fields):
             if problem is None and len(fields) != len(header):
                 problem = f"has {len(fields)} fields where the header has {len(header)}"
             elif problem is None and not _is_unicode(fields):
@@ -248,6 +248,10 @@ def read_csv(file: BinaryIO, header: list[str], first: int = 1) -> Iterator[Reco
 def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
     # Undecodable bytes come through as surrogates, so that only their own record is bad.
     return (line.decode("utf-8", errors="surrogateescape") for line in lines)
+
+
+def _is_blank(fields: list[str]) -> bool:
+    return len(fields) <= 1 and not "".join(fields).strip()
 
 
 def _is_unicode(fields: list[str]) -> bool:

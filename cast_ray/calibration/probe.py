@@ -159,7 +159,8 @@ class Probe:
 
     def _random_scores(self, batch: int) -> DraftScores:
         depth = self.drafter.block_size - 1 if self.drafter is not None else 7
-        logits = torch.randn(batch, depth, max(self.top_k, 8), device=self.target.device)
+        candidates = min(max(self.top_k, 8), self.target.vocab_size)
+        logits = torch.randn(batch, depth, candidates, device=self.target.device)
         ids = torch.arange(logits.shape[-1], device=self.target.device).expand_as(logits)
         return DraftScores(logits.log_softmax(dim=-1), ids)
 

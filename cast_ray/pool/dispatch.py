@@ -1,8 +1,9 @@
 """The dispatcher: a queue of rows in front of several engines, in one asyncio loop. It does not know Ray.
 
 Rows stay in the queue until an engine has room, so a fast engine simply takes more of them. When an engine dies, the
-rows aboard are suspects: one of them may have killed it. A suspect is retried with no other suspect beside it, so its
-neighbours are answered, and a row that goes down with `max_deaths` engines is given up with an error of its own.
+rows aboard are suspects: one of them may have killed it. A suspect is retried with no other suspect beside it, and for
+the last time with no other row at all. So a row that is given up went down with an engine that it had for itself, and
+its neighbours are always answered.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class _Member:
     up: bool = False
     gone: str | None = None
     suspect_aboard: bool = False
+    draining: bool = False  # let run empty for a last try
+    alone: bool = False  # a row on its last try is aboard
     life: int = 0
     calls: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -62,6 +65,7 @@ class Dispatcher:
         self._max_deaths = max_deaths
         self._queue: deque[_Ticket] = deque()
         self._suspects: deque[_Ticket] = deque()
+        self._last_tries: deque[_Ticket] = deque()
         self._estimate = TokenEstimate()
         self._started = False
 
@@ -81,16 +85,11 @@ class Dispatcher:
         return list(await asyncio.gather(*(ticket.answer for ticket in tickets)))
 
     def _pump(self) -> None:
-        """Send what can be sent: suspects first, one an engine, then rows in their order."""
-        while self._suspects:
-            free = [m for m in self._members if m.up and m.load.free and not m.suspect_aboard]
-            if not free:
-                break
+        """Send what can be sent: last tries to empty engines, suspects one an engine, then rows in their order."""
+        self._pump_last_tries()
+        while self._suspects and (free := [m for m in self._open() if not m.suspect_aboard]):
             self._send(free, [self._suspects.popleft()])
-        while self._queue:
-            free = [m for m in self._members if m.up and m.load.free]
-            if not free:
-                break
+        while self._queue and (free := self._open()):
             index = choose([m.load for m in free], self._cost(self._queue[0]))
             assert index is not None
             member = free[index]
@@ -99,6 +98,21 @@ class Dispatcher:
             self._send([member], [self._queue.popleft() for _ in range(count)])
         if all(member.gone for member in self._members):
             self._give_up()
+
+    def _open(self) -> list[_Member]:
+        return [m for m in self._members if m.up and m.load.free and not m.draining and not m.alone]
+
+    def _pump_last_tries(self) -> None:
+        while self._last_tries and (empty := [m for m in self._members if m.up and not m.load.rows]):
+            empty[0].draining, empty[0].alone = False, True
+            self._send(empty[:1], [self._last_tries.popleft()])
+        # In the middle of a job no engine is empty by itself: one is let run empty, until nothing waits for it.
+        up = [m for m in self._members if m.up]
+        if not self._last_tries:
+            for member in up:
+                member.draining = False
+        elif up and not any(m.draining or m.alone for m in up):
+            min(up, key=lambda m: m.load.rows).draining = True
 
     def _cost(self, ticket: _Ticket) -> float:
         return self._estimate.expect(ticket.row.params.max_tokens)
@@ -132,7 +146,7 @@ class Dispatcher:
         member.load.rows -= len(tickets)
         member.load.tokens = max(0.0, member.load.tokens - cost)
         if tickets[0].deaths and member.life == life:
-            member.suspect_aboard = False
+            member.suspect_aboard = member.alone = False
         for ticket, answer in zip(tickets, answers or (), strict=False):
             if answer.num_generated_tokens is not None:
                 self._estimate.observe(answer.num_generated_tokens)
@@ -144,12 +158,14 @@ class Dispatcher:
         if member.life == life:
             member.life += 1
             member.up = False
-            member.suspect_aboard = False
+            member.suspect_aboard = member.draining = member.alone = False
             self._spawn(member, self._revive(member))
         for ticket in tickets:
             ticket.deaths += 1
-            if ticket.deaths < self._max_deaths:
+            if ticket.deaths < self._max_deaths - 1:
                 self._suspects.append(ticket)
+            elif ticket.deaths < self._max_deaths:
+                self._last_tries.append(ticket)
             else:
                 problem = f"{ticket.deaths} engines died while they held this row; the last: {short_cause(error)}"
                 _settle(ticket, RowAnswer.failed("EngineDied", problem))
@@ -166,10 +182,10 @@ class Dispatcher:
     def _give_up(self) -> None:
         causes = "; ".join(f"{member.port.name}: {member.gone}" for member in self._members)
         error = EngineError(f"no engine is left ({causes}). See the Ray logs of those actors, then run the job again")
-        while self._suspects or self._queue:
-            ticket = (self._suspects or self._queue).popleft()
-            if not ticket.answer.done():
-                ticket.answer.set_exception(error)
+        for waiting in (self._last_tries, self._suspects, self._queue):
+            while waiting:
+                if not (ticket := waiting.popleft()).answer.done():
+                    ticket.answer.set_exception(error)
 
 
 def _settle(ticket: _Ticket, answer: RowAnswer) -> None:
@@ -187,6 +203,7 @@ def short_cause(error: BaseException) -> str:
     text = " ".join(
         line for line in lines if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:"))
     )
+    text = text.split(" Some common causes include", 1)[0]
     if len(text) > 400:
         text = text[:397] + "..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from cast_ray.width.curve import Array, pool_adjacent
 
-# How many accepted nodes of a rank it takes before its own record outweighs the reliability of all ranks together.
-PRIOR_ACCEPTED = 4.0
+# Expected acceptances that the prior is worth: a rank's own record outweighs its neighbourhood's, and that one the
+# record of all ranks together, once it rests on more than these.
+PRIOR_ACCEPTED = 16.0
 
 
 def expected_round_lengths(masses: Tensor) -> Tensor:
@@ -30,7 +31,8 @@ class RoundLengthEstimate:
     every N >= i, whatever width it was verified in. With m_i the mean mass at rank i over all rounds, R(N) is
     `1 + sum_{i<=N} m_i * r_i`, where r_i is the reliability of rank i: nodes accepted at it over the sum of masses
     verified at it. Where every round verified rank i, `m_i * r_i` is just the share of rounds that accepted it.
-    A rank with few observations leans on the reliability of all ranks together, as does one that was never verified.
+    A rank with few observations, or none, leans on the reliability of the ranks around it: drafters tend to be
+    over-confident of their best prefixes and not of the light ones, so one number for all ranks would misjudge both.
     """
 
     def __init__(self) -> None:
@@ -84,8 +86,11 @@ class RoundLengthEstimate:
     def mean(self, max_nodes: int) -> Array:
         """R(0..max_nodes), [max_nodes+1] float64, concave. Ranks that no tree has had yet add nothing."""
         mean_masses = self._mass_offered / np.maximum(self._rounds_offering, 1)
-        own = self._accepted + PRIOR_ACCEPTED * self.reliability
-        adds = mean_masses * own / (self._mass_verified + PRIOR_ACCEPTED)
+        ranks = np.arange(1.0, len(mean_masses) + 1)
+        # Ranks a factor apart: twice as high counts a quarter.
+        near = np.square(np.minimum.outer(ranks, ranks) / np.maximum.outer(ranks, ranks))
+        around = _shrunk(near @ self._accepted, near @ self._mass_verified, self.reliability)
+        adds = mean_masses * _shrunk(self._accepted, self._mass_verified, around)
         # Deeper ranks are lighter in truth too, to a good approximation: without this, luck at single ranks would make
         # a wide tree look good.
         equal = np.ones_like(adds)
@@ -109,3 +114,8 @@ class RoundLengthEstimate:
             self._mass_offered = np.pad(self._mass_offered, (0, missing))
             self._mass_verified = np.pad(self._mass_verified, (0, missing))
             self._accepted = np.pad(self._accepted, (0, missing))
+
+
+def _shrunk(accepted: Array, promised: Array, towards: Array | float) -> Array:
+    """The reliability accepted / promised, leaning on another where little was promised. [N] float64."""
+    return (accepted + PRIOR_ACCEPTED * towards) / (promised + PRIOR_ACCEPTED)

@@ -78,7 +78,7 @@ def test_the_devices_of_these_tests_ask_for_unlike_widths() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("batch", [1, 8])
-def test_deployment_comes_within_two_percent_of_the_best_rate_with_an_over_confident_drafter(
+def test_deployment_comes_within_three_percent_of_the_best_rate_with_an_over_confident_drafter(
     device: str, batch: int
 ) -> None:
     latency = table(DEVICES[device], batches=(1, 8))
@@ -95,7 +95,7 @@ def test_deployment_comes_within_two_percent_of_the_best_rate_with_an_over_confi
     def rate(nodes: int) -> float:
         return float(truth[nodes] / latency.round_ms(nodes, batch, 256, drafting=nodes > 0))
 
-    assert rate(policy.width(batch, 256)) >= 0.98 * rate(best_width(truth, latency, batch))
+    assert rate(policy.width(batch, 256)) >= 0.97 * rate(best_width(truth, latency, batch))
 
 
 def test_a_loaded_device_gets_narrower_trees() -> None:

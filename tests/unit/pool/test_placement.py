@@ -1,0 +1,54 @@
+"""Actors ask for what the cluster has, and leave CPUs for reading and writing."""
+
+from __future__ import annotations
+
+import pytest
+
+from cast_ray.config import EngineConfig, PoolConfig
+from cast_ray.errors import ConfigError
+from cast_ray.pool.placement import NodeResources, place
+
+CPU_NODE = NodeResources(cpus=8, gpus=0)
+
+
+def test_without_gpus_one_actor_gets_every_core_and_no_logical_cpu() -> None:
+    (plan,) = place(EngineConfig(), PoolConfig(), [CPU_NODE])
+    assert plan.engine.threads == 8
+    assert plan.engine.device == "cpu"
+    assert plan.options["num_cpus"] == 0
+
+
+def test_replicas_on_one_node_share_its_cores_and_have_one_at_least() -> None:
+    assert [plan.engine.threads for plan in place(EngineConfig(), PoolConfig(replicas=3), [CPU_NODE])] == [2, 2, 2]
+    assert {plan.engine.threads for plan in place(EngineConfig(), PoolConfig(replicas=20), [CPU_NODE])} == {1}
+
+
+def test_replicas_spread_over_nodes_use_the_cores_of_each() -> None:
+    head = NodeResources(cpus=0, gpus=0)
+    plans = place(EngineConfig(), PoolConfig(replicas=2), [head, CPU_NODE, CPU_NODE])
+    assert [plan.engine.threads for plan in plans] == [8, 8]
+    assert {plan.options["scheduling_strategy"] for plan in plans} == {"SPREAD"}
+
+
+def test_threads_that_were_set_stay_as_they_are() -> None:
+    (plan,) = place(EngineConfig(threads=3), PoolConfig(), [CPU_NODE])
+    assert plan.engine.threads == 3
+
+
+def test_every_gpu_gets_an_actor() -> None:
+    plans = place(EngineConfig(), PoolConfig(), [NodeResources(16, 2), NodeResources(16, 1)])
+    assert [plan.options["num_gpus"] for plan in plans] == [1, 1, 1]
+    assert {plan.engine.device for plan in plans} == {"cuda"}
+    assert [plan.name for plan in plans] == ["engine-0", "engine-1", "engine-2"]
+
+
+def test_a_cpu_engine_on_a_gpu_node_takes_no_gpu() -> None:
+    (plan,) = place(EngineConfig(device="cpu"), PoolConfig(), [NodeResources(16, 2)])
+    assert plan.options["num_gpus"] == 0
+    assert plan.engine.device == "cpu"
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cuda", 0), ("auto", 2)])
+def test_more_replicas_than_gpus_is_an_error_rather_than_a_wait(device: str, gpus: int) -> None:
+    with pytest.raises(ConfigError, match=rf"pool.replicas=3: needs a GPU each, and the cluster has {gpus}"):
+        place(EngineConfig(device=device), PoolConfig(replicas=3), [NodeResources(16, gpus)])
