@@ -1,8 +1,32 @@
-"""cast_ray: lossless batch generation on Ray with CAST tree decoding."""
+"""cast_ray: lossless batch generation on Ray with CAST tree decoding.
 
-from cast_ray.config import EngineConfig
-from cast_ray.engine.engine import Engine
-from cast_ray.request import Completion, RequestStats, SamplingParams
+Names are imported when first used: a process that only reads or writes rows need not load PyTorch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cast_ray.batch.pipeline import build_pipeline
+    from cast_ray.config import BatchConfig, EngineConfig
+    from cast_ray.engine.engine import Engine
+    from cast_ray.request import Completion, RequestStats, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "Engine", "EngineConfig", "RequestStats", "SamplingParams", "__version__"]
+__all__ = ["BatchConfig", "Completion", "Engine", "EngineConfig", "RequestStats", "SamplingParams", "build_pipeline"]
+
+_HOME = {
+    "BatchConfig": "cast_ray.config",
+    "Completion": "cast_ray.request",
+    "Engine": "cast_ray.engine.engine",
+    "EngineConfig": "cast_ray.config",
+    "RequestStats": "cast_ray.request",
+    "SamplingParams": "cast_ray.request",
+    "build_pipeline": "cast_ray.batch.pipeline",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'cast_ray' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -7,11 +7,16 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from cast_ray.batch.driver import JobConfig, run_job
 from cast_ray.config import EngineConfig, PoolConfig, load_settings
 from cast_ray.errors import CastRayError, EngineError
+from cast_ray.stats.report import render
+from cast_ray.training.command import train_drafter
 
+# Columns of the report where there is no terminal to ask.
+REPORT_WIDTH = 120
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 
@@ -87,7 +92,14 @@ def generate(
         },
         "pool": {"replicas": replicas},
     }
-    run_job(load_settings(JobConfig, config, overrides))
+    summary = run_job(load_settings(JobConfig, config, overrides))
+    # In a log the table is not to be squeezed into the 80 columns that are assumed there.
+    console = Console()
+    console = console if console.is_terminal else Console(width=REPORT_WIDTH)
+    console.print(render(summary))
+
+
+app.command()(train_drafter)
 
 
 def run(command: Callable[[], Any]) -> None:
@@ -107,6 +119,11 @@ def main() -> None:
 def main_generate() -> None:
     """`generate` by itself, for jobs/batch_generate.py."""
     run(lambda: typer.run(generate))
+
+
+def main_train_drafter() -> None:
+    """`train-drafter` by itself, for jobs/train_drafter.py."""
+    run(lambda: typer.run(train_drafter))
 
 
 if __name__ == "__main__":

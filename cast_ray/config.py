@@ -149,8 +149,9 @@ def _from_environment(kind: type[BaseModel], prefix: str = ENV_PREFIX) -> dict[s
 def _merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
     merged = dict(low)
     for name, value in high.items():
-        if isinstance(value, dict) and isinstance(merged.get(name), dict):
-            merged[name] = _merge(merged[name], value)
+        if isinstance(value, dict):
+            inner = merged.get(name)
+            merged[name] = _merge(inner if isinstance(inner, dict) else {}, value)
         elif value is not None:
             merged[name] = value
     return merged

@@ -5,6 +5,7 @@ Plain values, no tensors and no model; the engine's own running state of a reque
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -66,6 +67,12 @@ class SamplingParams:
             if name not in known:
                 raise _invalid(name, values[name], "is not a sampling parameter", f"Known: {', '.join(sorted(known))}")
         return cls(**values)
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**63) from a job's or request's seed and whatever tells its samples apart; the same everywhere."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _invalid(name: str, value: object, problem: str, remedy: str) -> RequestError:

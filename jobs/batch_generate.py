@@ -6,12 +6,11 @@ The same as `cast-ray generate`; see `--help`.
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-if find_spec("cast_ray") is None:
-    # Submitted with its working directory rather than installed. Workers have that directory on their path already.
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# The package of this checkout, installed or not. Workers look there too: Ray hands them the driver's path, and a
+# submitted job's working directory.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cast_ray.cli import main_generate
 

@@ -73,9 +73,18 @@ def random_weights(config: DFlashConfig) -> dict[str, torch.Tensor]:
     """Weights of a drafter's shape whose activations neither vanish nor blow up."""
     state = DFlashModel(config).state_dict()
     return {
-        name: torch.randn_like(tensor) / tensor.shape[-1] ** 0.5 if tensor.ndim > 1 else 1 + 0.2 * torch.randn_like(tensor)
+        name: torch.randn_like(tensor) / tensor.shape[-1] ** 0.5
+        if tensor.ndim > 1
+        else 1 + 0.2 * torch.randn_like(tensor)
         for name, tensor in state.items()
     }
+
+
+def dflash2_block(**changes: Any) -> dict[str, Any]:
+    """The `dflash_config` of a tiny DFlash 2 drafter."""
+    block = {"block_size": 5, "mask_token_id": 1, "target_layer_ids": [0, 2]}
+    parts = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 4}
+    return {**block, **parts, **changes}
 
 
 def reference_greedy(model: Any, prompt: list[int], max_tokens: int, eos: Sequence[int] = ()) -> list[int]:
@@ -101,7 +110,13 @@ class Comparison:
 
     @torch.inference_mode()
     def same(
-        self, model: Any, prompt: list[int], ours: list[int], reference: list[int], temperature: float = 0.0, seed: int = 0
+        self,
+        model: Any,
+        prompt: list[int],
+        ours: list[int],
+        reference: list[int],
+        temperature: float = 0.0,
+        seed: int = 0,
     ) -> None:
         """Token identity, except from a place on where the reference's two best scores lie within TIE."""
         parted = next((i for i, (a, b) in enumerate(zip(ours, reference, strict=False)) if a != b), None)

@@ -1,8 +1,7 @@
-"""The names and types of a job's columns, a row's identity, and the seed made from it."""
+"""The names and types of a job's columns, and which of them names a row."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 
 import pyarrow as pa
@@ -47,9 +46,3 @@ def append_outputs(table: pa.Table, answers: list[RowAnswer]) -> pa.Table:
     for column, field in zip(OUTPUT_SCHEMA, fields, strict=True):
         table = table.append_column(column, pa.array([getattr(answer, field) for answer in answers], column.type))
     return table
-
-
-def row_seed(job_seed: int, row_id: str) -> int:
-    """The seed of a row in [0, 2**63): the same on every machine, and unlike for unlike rows."""
-    digest = hashlib.blake2b(f"{job_seed}\0{row_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

@@ -34,7 +34,7 @@ from cast_ray.batch.prepare import find_prompt_column
 from cast_ray.config import BatchConfig
 from cast_ray.errors import ConfigError, EngineError, describe
 from cast_ray.pool.actor import EngineFactory, default_engine
-from cast_ray.stats.report import JobTimes, render, summarise
+from cast_ray.stats.report import JobTimes, summarise
 
 SAMPLE_INPUT = Path(str(importlib.resources.files("cast_ray"))) / "data" / "sample_prompts.jsonl"
 SAMPLE_OUTPUT = Path("demo-output")
@@ -138,7 +138,6 @@ def _generate(
     times = JobTimes(started - began, finished - started, finished - began)
     summary = summarise(vars(counts), actors, times, settings)
     write_json(output / SUMMARY_FILE, summary)
-    console.print(render(summary))
     return summary
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import Any, Self
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cast_ray.pool.pool import EnginePool
 
+logger = logging.getLogger(__name__)
 LINE_EVERY_S = 5.0
 BAR_EVERY_S = 0.5
 
@@ -48,6 +50,8 @@ class JobProgress:
         self._tally = tally
         self._pool = pool
         self._console = console
+        self._counts: dict[str, Any] = {"rows": 0, "errors": 0}
+        self._engines: dict[str, dict[str, Any]] = {}
         self._done = threading.Event()
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="cast-ray-progress", daemon=True)
@@ -81,15 +85,18 @@ class JobProgress:
 
     def _status(self) -> tuple[int, str]:
         try:
-            counts = ray.get(self._tally.read.remote(), timeout=2)
-            engines = [about["engine"] for about in self._pool.stats(timeout_s=2).values() if about["engine"]]
-        except Exception:
-            # The job's own thread reports what is wrong; a missed look is only a missed look.
-            return 0, "no news"
+            self._counts = ray.get(self._tally.read.remote(), timeout=2)
+            for name, about in self._pool.stats(timeout_s=2).items():
+                if about["engine"]:
+                    self._engines[name] = about["engine"]
+        except Exception as error:
+            # What was seen last still stands, and the job's own thread tells what is wrong.
+            logger.debug("no news of the job: %s", error)
+        engines = self._engines.values()
         rounds = sum(engine["rounds"] for engine in engines)
         length = sum(engine["rounds"] * engine["mean_round_length"] for engine in engines) / rounds if rounds else 0.0
         rate = sum(engine["tokens_generated"] for engine in engines) / (time.monotonic() - self._began)
-        return counts["rows"], (
-            f"{counts['errors']} errors, {rate:.1f} tokens/s, round length {length:.2f}, "
+        return self._counts["rows"], (
+            f"{self._counts['errors']} errors, {rate:.1f} tokens/s, round length {length:.2f}, "
             f"{len(engines)} engine{'' if len(engines) == 1 else 's'}"
         )

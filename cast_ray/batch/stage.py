@@ -11,12 +11,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from cast_ray.batch.columns import READ_ERROR_COLUMN, append_outputs, row_seed
+from cast_ray.batch.columns import READ_ERROR_COLUMN, append_outputs
 from cast_ray.batch.prepare import PromptColumn, read_prompt
 from cast_ray.errors import EngineError, RequestError
 from cast_ray.pool.client import PoolClient, PoolMembers
 from cast_ray.pool.rows import RowAnswer, RowRequest
-from cast_ray.request import SamplingParams
+from cast_ray.request import SamplingParams, derive_seed
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _request(prompt: Any, row_id: Any, problem: str | None, settings: StageSetti
         return RowAnswer.failed("UnreadableRow", problem)
     # Without a name the prompt itself is one: rows with equal prompts then share their sample, wherever they stand.
     name = str(row_id) if row_id is not None else repr(prompt)
-    seed = row_seed(settings.seed, name) if settings.temperature > 0 else None
+    seed = derive_seed(settings.seed, name) if settings.temperature > 0 else None
     try:
         params = SamplingParams(max_tokens=settings.max_tokens, temperature=settings.temperature, seed=seed)
         return RowRequest(name if row_id is not None else "", read_prompt(prompt, settings.prompt), params)

@@ -42,7 +42,11 @@ class Drafter(Protocol):
         ...
 
     def propose(self, contexts: DraftContexts, top_k: int) -> DraftScores:
-        """Scores of the `block_size - 1` tokens after each root, the `top_k` best at each depth."""
+        """Scores of the `block_size - 1` tokens after each root, the `top_k` best at each depth.
+
+        A drafter with pairwise scores gives all candidates that they are normalised over, whatever `top_k`: which of
+        them are best depends on the parent.
+        """
         ...
 
     def forget(self, pages: list[int]) -> None:

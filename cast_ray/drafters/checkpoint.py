@@ -1,4 +1,4 @@
-"""DFlash checkpoints on disk: z-lab's public format, read and checked against the target they are to draft for.
+"""DFlash and DFlash 2 checkpoints on disk: z-lab's public format, read and checked against the target of the drafter.
 
 `config.json` is a Qwen3 config with a `dflash_config`; `model.safetensors` holds the weights. Embedding and output head
 are the target's own and are not in the file.
@@ -7,7 +7,8 @@ are the target's own and are not in the file.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,21 @@ from cast_ray.errors import DrafterError, describe
 EMBEDDED = "embedded"
 EMBEDDED_FOLDER = "smollm2-135m-dflash"
 WEIGHTS = "model.safetensors"
+DFLASH2_ARCHITECTURE = "DFlash2DraftModel"
+
+
+@dataclass(frozen=True)
+class DFlash2Config:
+    """What a DFlash 2 checkpoint says beside the rest, under the format's own names.
+
+    conv_kernel_size: rows that a convolution sees, its own included. conv_group_size: channels that share a dynamic
+    kernel. selector_rank: width of the codebooks. selector_top_k: candidates a depth, over which scores are normalised.
+    """
+
+    conv_kernel_size: int
+    conv_group_size: int
+    selector_rank: int
+    selector_top_k: int
 
 
 @dataclass(frozen=True)
@@ -29,6 +45,7 @@ class DFlashConfig:
     block_size: B, positions of a block, the root included. taps: target layers whose output is a feature.
     causal: whether a block position sees only those before it; None leaves it to the layer (sliding layers are causal).
     input_scale, output_multiplier, softcap: factors on the raw embedding and the draft logits, and the logits' cap.
+    dflash2: of a DFlash 2 checkpoint; None is DFlash.
     """
 
     model: Qwen3Config
@@ -39,6 +56,7 @@ class DFlashConfig:
     input_scale: float
     output_multiplier: float
     softcap: float | None
+    dflash2: DFlash2Config | None = None
 
 
 def find_drafter(name: str) -> Path:
@@ -102,6 +120,7 @@ def read_config(folder: Path) -> DFlashConfig:
         input_scale=float(value("input_embedding_scale", 1.0)),
         output_multiplier=float(value("output_multiplier", 1.0)),
         softcap=float(softcap) if softcap is not None and float(softcap) > 0 else None,
+        dflash2=_read_dflash2(path, value, model, DFLASH2_ARCHITECTURE in (raw.get("architectures") or [])),
     )
 
 
@@ -126,6 +145,26 @@ def check_pair(
         raise DrafterError(
             describe("drafter", str(source), f"does not match target {target!r}: {'; '.join(problems)}", remedy)
         )
+
+
+def _read_dflash2(path: Path, value: Callable[[str], Any], model: Any, named: bool) -> DFlash2Config | None:
+    """None where the config neither names the architecture nor has any of its values."""
+    values = {field.name: value(field.name) for field in fields(DFlash2Config)}
+    if not named and all(size is None for size in values.values()):
+        return None
+    for name, size in values.items():
+        if size is None:
+            raise _bad(path, name, None, "is missing, and this is a DFlash 2 drafter", "Add it under dflash_config")
+        if not isinstance(size, int) or size < 1:
+            raise _bad(path, name, size, "must be a whole number of at least 1", "See the drafter's model card")
+    config = DFlash2Config(**values)
+    if model.hidden_size % config.conv_group_size:
+        problem = f"does not divide the hidden_size of {model.hidden_size}"
+        raise _bad(path, "conv_group_size", config.conv_group_size, problem, "See the drafter's model card")
+    if config.selector_top_k > model.vocab_size:
+        problem = f"is more than the {model.vocab_size} tokens of the vocabulary"
+        raise _bad(path, "selector_top_k", config.selector_top_k, problem, "See the drafter's model card")
+    return config
 
 
 def _default_taps(path: Path, target_layers: Any, draft_layers: int) -> list[int]:

@@ -3,11 +3,14 @@
 A block is the root and `B - 1` mask tokens. Its positions attend to the context, whose keys and values come from the
 target's features of the committed tokens, and to each other; one forward scores all `B - 1` next tokens. The context is
 kept in a KV cache on the target's own slots; the block's entries lie behind it and are overwritten by the next round.
+DFlash 2 is the same network with the parts of `dflash2`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 
 from cast_ray.drafters.base import DraftContexts
 from cast_ray.drafters.checkpoint import WEIGHTS, DFlashConfig
+from cast_ray.drafters.dflash2 import CandidateSelector, DynamicConv
 from cast_ray.errors import DrafterError, describe
 from cast_ray.models.attention.base import AttentionBackend, Group, Layer
 from cast_ray.models.kv_cache import KVCache, slots_of
+from cast_ray.models.linear import speed_up_linears
 from cast_ray.models.target import Target
 from cast_ray.trees.pack import DraftScores
 
@@ -92,10 +97,13 @@ class DFlashLayer(nn.Module):
         self.mlp = Qwen3MLP(model)
         self.input_layernorm = Qwen3RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
+        self.attention_conv = _convolution(config)
+        self.mlp_conv = _convolution(config)
 
     def forward(self, blocks: Tensor, context: Tensor, forward: _Forward) -> Tensor:
-        blocks = blocks + self.self_attn(self.input_layernorm(blocks), context, forward)
-        return blocks + self.mlp(self.post_attention_layernorm(blocks))
+        attend = partial(self.self_attn, context=context, forward=forward)
+        blocks = blocks + _within(self.attention_conv, attend, self.input_layernorm(blocks))
+        return blocks + _within(self.mlp_conv, self.mlp, self.post_attention_layernorm(blocks))
 
 
 class DFlashModel(nn.Module):
@@ -109,6 +117,9 @@ class DFlashModel(nn.Module):
         self.fc = nn.Linear(len(config.taps) * model.hidden_size, model.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(model)
+        self.candidate_selector: CandidateSelector | None = None
+        if config.dflash2 is not None:
+            self.candidate_selector = CandidateSelector(model.hidden_size, model.vocab_size, config.dflash2)
 
     def context(self, features: Tensor) -> Tensor:
         """Features `[c, taps * hidden]` -> what every layer makes keys and values of, `[c, hidden]`."""
@@ -157,20 +168,23 @@ class DFlashDrafter:
         self._pending = kept
 
     def propose(self, contexts: DraftContexts, top_k: int) -> DraftScores:
-        logits = self.block_logits(contexts)
+        hidden = self.block_hidden(contexts)[:, 1:]
+        logits = self._logits(hidden)
+        # A greedy request has no temperature to divide by: its candidates are weighed at 1.
+        temperatures = torch.ones(len(contexts.lengths), device=logits.device)
         if contexts.temperatures is not None:
-            warm = torch.where(contexts.temperatures > 0, contexts.temperatures, 1.0)
-            logits = logits / warm[:, None, None]
+            temperatures = torch.where(contexts.temperatures > 0, contexts.temperatures, 1.0)
+        selector = self.network.candidate_selector
+        if selector is not None:
+            return selector.scores(hidden, logits, contexts.roots, temperatures)
+        if contexts.temperatures is not None:
+            logits = logits / temperatures[:, None, None]
         best, token_ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
         return DraftScores(best - logits.logsumexp(dim=-1, keepdim=True), token_ids)
 
     def block_logits(self, contexts: DraftContexts) -> Tensor:
         """Draft logits of every depth: `[B, block_size - 1, vocab]` float32."""
-        hidden = self.block_hidden(contexts)[:, 1:]
-        logits = self._target.head(hidden).float() * self.config.output_multiplier
-        if self.config.softcap is not None:
-            logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
-        return logits
+        return self._logits(self.block_hidden(contexts)[:, 1:])
 
     def block_hidden(self, contexts: DraftContexts) -> Tensor:
         """One draft forward: `[B, block_size, hidden]`. Takes what was observed into the context on the way."""
@@ -192,6 +206,12 @@ class DFlashDrafter:
             blocks = blocks * self.config.input_scale
         context = self.network.context(features) if forward.context_rows else features
         return self.network(blocks, context, forward).view(batch, size, -1)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self._target.head(hidden).float() * self.config.output_multiplier
+        if self.config.softcap is not None:
+            logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
+        return logits
 
     def _write_context(self) -> None:
         """Put what was observed into the cache without drafting."""
@@ -224,12 +244,14 @@ def load_dflash(folder: Path, config: DFlashConfig, target: Target, slots: int, 
         problem = f"cannot be read ({error})"
         remedy = "Give a folder with safetensors weights"
         raise DrafterError(describe("drafter", str(folder / WEIGHTS), problem, remedy)) from None
-    network = build_network(config, weights, folder)
-    return DFlashDrafter(config, network.to(target.device, target.dtype).eval(), target, slots, page_size)
+    network = build_network(config, weights, folder).to(target.device, target.dtype).eval()
+    speed_up_linears(network)
+    return DFlashDrafter(config, network, target, slots, page_size)
 
 
 def build_network(config: DFlashConfig, weights: dict[str, Tensor], source: Path) -> DFlashModel:
     """The network with these weights; DrafterError names tensors that are missing, foreign or of another shape."""
+    weights = {f"{name}.weight" if name.endswith("_codebook") else name: tensor for name, tensor in weights.items()}
     network = DFlashModel(config).requires_grad_(False)
     expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -241,6 +263,14 @@ def build_network(config: DFlashConfig, weights: dict[str, Tensor], source: Path
         raise DrafterError(describe("drafter", str(source), problem, remedy))
     network.load_state_dict(weights)
     return network
+
+
+def _convolution(config: DFlashConfig) -> DynamicConv | None:
+    return DynamicConv(config.model.hidden_size, config.block_size, config.dflash2) if config.dflash2 else None
+
+
+def _within(convolution: DynamicConv | None, inner: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    return inner(rows) if convolution is None else convolution(inner, rows)
 
 
 def _rotate(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ class Engine:
         self._parts = parts
         self.tokenizer = parts.loaded.tokenizer
         self.max_context = parts.max_context
+        self.device = parts.device
         self._scheduler = Scheduler(
             PageAllocator(parts.num_pages),
             self.config.page_size,

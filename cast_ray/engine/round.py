@@ -20,7 +20,7 @@ from cast_ray.models.kv_cache import slots_of
 from cast_ray.models.target import Target
 from cast_ray.sampling.keyed import choose_tokens
 from cast_ray.trees.accept import Accepted, accept
-from cast_ray.trees.pack import pack
+from cast_ray.trees.pack import pack, pack_chain
 from cast_ray.trees.tree import CandidateTree, no_tree
 from cast_ray.width.policy import WidthPolicy
 
@@ -121,7 +121,8 @@ class RoundRunner:
         if self.drafter is None or not self.policy.drafts(len(roots.lengths), _mean(roots.lengths)):
             return no_tree(len(roots.lengths), roots.tokens.device), False
         contexts = DraftContexts(roots.tokens, roots.lengths, roots.positions, roots.tables, batch.temperatures)
-        return pack(self.drafter.propose(contexts, self.top_k), self.policy.max_nodes), True
+        scores = self.drafter.propose(contexts, self.top_k)
+        return (pack if self.policy.branching else pack_chain)(scores, self.policy.max_nodes), True
 
     def _choose(self, tree: CandidateTree, batch: _Batch) -> Tensor:
         """Step 3: nodes to verify, `[B]` int64."""

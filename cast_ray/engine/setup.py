@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from cast_ray.drafters.dflash import load_dflash
 from cast_ray.errors import ConfigError, ModelError, describe
 from cast_ray.models.attention.sdpa import SdpaBackend
 from cast_ray.models.kv_cache import KVCache
+from cast_ray.models.linear import speed_up_linears
 from cast_ray.models.loading import LoadedTarget, load_target, resolve_device, resolve_dtype, target_fingerprint
 from cast_ray.models.target import ATTENTION_NAME, Target, kv_shape
 from cast_ray.width.latency import LatencyTable
-from cast_ray.width.policy import WidthPolicy, make_policy
+from cast_ray.width.policy import WidthPolicy, make_policy, needs_latency
 
 MEMORY_SHARE = 0.25
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def build(config: EngineConfig) -> Parts:
     # A width that cannot be used is said before anything is loaded.
     block_size = pair[1].block_size if pair else None
     spec = config.width if pair or config.width != "deployment" else "ar"
-    measured = spec == "deployment"
+    measured = needs_latency(spec)
     if not measured:
         make_policy(spec, block_size=block_size, max_nodes=config.max_nodes, latency=None)
 
@@ -84,6 +85,7 @@ def build(config: EngineConfig) -> Parts:
     num_pages = _num_pages(config, max_context + scratch, per_token, device)
     slots = num_pages * config.page_size
 
+    speed_up_linears(loaded.model)
     target = Target(loaded, SdpaBackend(config.page_size), slots, taps=pair[1].taps if pair else ())
     drafter = load_dflash(pair[0], pair[1], target, slots, config.page_size) if pair else None
     latency = _latency(config, target, drafter, pair, max_context) if measured else None
@@ -161,6 +163,8 @@ def _latency(
             "taps": list(pair[1].taps),
             "layers": pair[1].model.num_hidden_layers,
         }
+        if pair[1].dflash2:
+            shape["dflash2"] = asdict(pair[1].dflash2)
     key = profile_key(target.device, target.dtype, target_fingerprint(target.loaded), shape, config.max_batch_size)
     saved = load_profile(key, config.profile_dir)
     if saved is not None:

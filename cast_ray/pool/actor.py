@@ -31,6 +31,9 @@ class EngineLike(Protocol):
     def close(self) -> None: ...
 
 
+# From the death of an engine to the end of its process: time for the calls aboard to fail with the reason.
+FAREWELL_S = 0.2
+
 EngineFactory = Callable[[EngineConfig], EngineLike]
 
 
@@ -52,9 +55,12 @@ class EngineActor:
         self._engine: EngineLike | None = None
         self._loading = asyncio.Lock()
         self._requests = itertools.count()
+        self._ending = False
 
     async def ready(self) -> str:
         """Load the engine if it is not loaded, and return the actor's name. Raises what loading raised."""
+        if self._ending:
+            await asyncio.Event().wait()  # until the process ends, and Ray asks the next one
         async with self._loading:
             if self._engine is None:
                 # In a thread: loading takes seconds, and `stats` should answer meanwhile.
@@ -76,9 +82,17 @@ class EngineActor:
             return RowAnswer.failed("RequestError", error)
         except Exception as error:
             if not self._engine.healthy:
+                self._end_process()
                 raise EngineError(f"the engine of {self._name} died ({type(error).__name__}: {error})") from None
             # Whatever one row provokes, for example in a chat template, must not harm its neighbours.
             return RowAnswer.failed(type(error).__name__, error)
+
+    def _end_process(self) -> None:
+        """A dead engine may leave its device in any state, so Ray is to start a new process. The calls that wait for
+        this one are first told why."""
+        if not self._ending:
+            self._ending = True
+            asyncio.get_running_loop().call_later(FAREWELL_S, os._exit, 1)
 
     async def stats(self) -> dict[str, Any]:
         """Name, process, node, and the engine's own statistics (None while it loads)."""

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cast_ray.errors import EngineError
 from cast_ray.pool.dispatch import Dispatcher
 from cast_ray.pool.rows import RowAnswer, RowRequest
 
@@ -42,14 +41,7 @@ class ActorPort:
         await self._handle.ready.options(max_task_retries=-1).remote()
 
     async def generate(self, rows: list[RowRequest]) -> list[RowAnswer]:
-        import ray
-
-        try:
-            return await self._handle.generate_batch.remote(rows)
-        except EngineError:
-            # The process lives on with a dead engine in it: end it, and Ray starts another.
-            ray.kill(self._handle, no_restart=False)
-            raise
+        return await self._handle.generate_batch.remote(rows)
 
 
 class PoolClient:

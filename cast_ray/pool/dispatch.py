@@ -19,6 +19,8 @@ from cast_ray.errors import EngineError
 from cast_ray.pool.routing import EngineLoad, TokenEstimate, choose
 from cast_ray.pool.rows import RowAnswer, RowRequest
 
+START_GRACE_S = 0.5
+
 
 class EnginePort(Protocol):
     """One engine as the dispatcher sees it."""
@@ -67,25 +69,35 @@ class Dispatcher:
         self._suspects: deque[_Ticket] = deque()
         self._last_tries: deque[_Ticket] = deque()
         self._estimate = TokenEstimate()
-        self._started = False
+        self._start: asyncio.Task[None] | None = None
+        self._begun = False
 
     async def generate(self, rows: Sequence[RowRequest]) -> list[RowAnswer]:
         """Answers in the order of rows, whatever happens to single rows or engines.
 
         Raises EngineError once no engine is left, with the last cause.
         """
-        if not self._started:
-            self._started = True
-            for member in self._members:
-                self._spawn(member, self._revive(member))
         loop = asyncio.get_running_loop()
+        if self._start is None:
+            self._start = loop.create_task(self._begin())
         tickets = [_Ticket(row, loop.create_future()) for row in rows]
         self._queue.extend(tickets)
         self._pump()
         return list(await asyncio.gather(*(ticket.answer for ticket in tickets)))
 
+    async def _begin(self) -> None:
+        """Ask the engines whether they are ready. Those that are say so within moments, and none is to get the first
+        rows of all only because it answered first."""
+        for member in self._members:
+            self._spawn(member, self._revive(member))
+        await asyncio.wait([call for member in self._members for call in member.calls], timeout=START_GRACE_S)
+        self._begun = True
+        self._pump()
+
     def _pump(self) -> None:
         """Send what can be sent: last tries to empty engines, suspects one an engine, then rows in their order."""
+        if not self._begun:
+            return
         self._pump_last_tries()
         while self._suspects and (free := [m for m in self._open() if not m.suspect_aboard]):
             self._send(free, [self._suspects.popleft()])

@@ -78,16 +78,17 @@ class EnginePool:
                         deadline = min(deadline, time.monotonic() + (time.monotonic() - began))
         if ready:
             return
+        failed = "; ".join(f"{name}: {text}" for name, text in self.failed.items())
         if pending:
-            problem = (
-                f"no engine actor was ready within {self._config.startup_timeout_s:g} s ({len(pending)} still starting)"
+            waited = f"{self._config.startup_timeout_s:g} s ({len(pending)} still starting; failed: {failed or 'none'})"
+            raise EngineError(
+                f"no engine actor was ready within {waited}. "
+                "Look at `ray status` for missing resources, or raise pool.startup_timeout_s"
             )
-            raise EngineError(f"{problem}. Look at `ray status` for missing resources, or raise pool.startup_timeout_s")
         cause = getattr(causes[0], "cause", None)
         if isinstance(cause, CastRayError):
             raise cause
-        listed = "; ".join(f"{name}: {text}" for name, text in self.failed.items())
-        raise EngineError(f"no engine actor started ({listed}). See the logs of those actors in Ray's session folder")
+        raise EngineError(f"no engine actor started ({failed}). See the logs of those actors in Ray's session folder")
 
     def stats(self, timeout_s: float = 10.0) -> dict[str, dict[str, Any]]:
         """The actors' statistics by name; an actor that is dead or silent has `cause` and no `engine`."""

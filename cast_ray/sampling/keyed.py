@@ -7,8 +7,6 @@ Inverse-CDF sampling would not do: a tiny change of any logit moves the whole cu
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
@@ -67,13 +65,6 @@ def choose_tokens(logits: Tensor, temperatures: Tensor | None, seeds: Tensor, po
     vocab = logits.shape[1]
     contender = torch.where(scores == best[rows], tokens, vocab)
     return torch.full_like(greedy, vocab).scatter_reduce_(0, rows, contender, "amin")
-
-
-def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2**63) from a job or request seed and whatever tells its samples apart; the same everywhere."""
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def _shift(values: Tensor, bits: int) -> Tensor:

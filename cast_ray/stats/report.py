@@ -109,7 +109,7 @@ def versions() -> dict[str, str]:
 
 
 def render(summary: dict[str, Any]) -> RenderableType:
-    """The summary for a terminal or a log, in at most 100 columns."""
+    """The summary for a terminal or a log; made for 120 columns, and folded in less."""
     seconds = summary["seconds"]
     totals = Table(title="Batch generation", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     kinds = ", ".join(f"{count} {kind}" for kind, count in summary["errors_by_kind"].items())
@@ -135,7 +135,7 @@ def _actor_table(actors: list[dict[str, Any]]) -> Table:
         "tokens",
         "round",
         "width",
-        "verify ms, n=1 and n=N*",
+        "verify ms at N=0 and N*",
         "draft/verify/host/prefill",
     ):
         table.add_column(name, justify="left")

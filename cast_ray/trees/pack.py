@@ -60,13 +60,47 @@ def pack(scores: DraftScores, max_nodes: int) -> CandidateTree:
 
     Raises ConfigError when `max_nodes` is below 1.
     """
+    return _merge_depths(*_grow(scores, _at_least_one(max_nodes)), scores.token_ids)
+
+
+def pack_chain(scores: DraftScores, max_nodes: int) -> CandidateTree:
+    """The likeliest child at each depth, from the root on: DFlash's chain, at most `max_nodes` long, then padding.
+
+    Where a child's probability depends on its parent, this is the path of a drafter that selects greedily; the heaviest
+    prefix of its length may be another. Raises ConfigError when `max_nodes` is below 1.
+    """
+    log_masses, _, candidates = _grow(scores, 1)
+    length = min(_at_least_one(max_nodes), log_masses.shape[1])
+    padding = (0, max_nodes - length)
+    best = torch.nn.functional.pad(log_masses[:, :length, 0], padding, value=NEVER)
+    tokens = scores.token_ids[:, :length].gather(2, candidates[:, :length]).squeeze(2)
+    no_node = best == NEVER
+    places = torch.arange(max_nodes, device=best.device).expand_as(best)
+    return CandidateTree(
+        tokens=torch.nn.functional.pad(tokens, padding).masked_fill_(no_node, 0),
+        parents=(places - 1).masked_fill_(no_node, -1),
+        depths=(places + 1).masked_fill_(no_node, 0),
+        masses=best.exp().cummin(dim=1).values,
+        counts=max_nodes - no_node.sum(dim=1),
+        max_depth=length,
+    )
+
+
+def _at_least_one(max_nodes: int) -> int:
     if max_nodes < 1:
         raise ConfigError(describe("max_nodes", max_nodes, "must be at least 1", "A width of 0 needs no tree"))
+    return max_nodes
+
+
+def _grow(scores: DraftScores, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The best `nodes` prefixes of each depth, grown from the best `nodes` of the depth before.
+
+    Returns log masses [B, D, nodes] sorted along the last, the rank of each one's parent at the depth before
+    [B, D-1, nodes], and its candidate's index in K [B, D, nodes].
+    """
     if scores.pairwise is None:
-        log_masses, parent_ranks, candidates = _grow_independent(scores.logprobs, max_nodes)
-    else:
-        log_masses, parent_ranks, candidates = _grow_conditional(scores.logprobs, scores.pairwise, max_nodes)
-    return _merge_depths(log_masses, parent_ranks, candidates, scores.token_ids)
+        return _grow_independent(scores.logprobs, nodes)
+    return _grow_conditional(scores.logprobs, scores.pairwise, nodes)
 
 
 def _as_log_probability(values: Tensor) -> Tensor:
@@ -100,11 +134,7 @@ def _frontier(prefixes: int, candidates: int, device: torch.device) -> tuple[Ten
 
 
 def _grow_independent(logprobs: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The best `nodes` prefixes of each depth where depths are independent.
-
-    Returns log masses [B, D, nodes] sorted along the last, the rank of each one's parent at the depth before
-    [B, D-1, nodes], and its candidate's index in K [B, D, nodes].
-    """
+    """As `_grow`, where depths are independent."""
     batch, depths, candidates = logprobs.shape
     kept = min(candidates, nodes)
     ranked, order = _as_log_probability(logprobs).sort(dim=2, descending=True, stable=True)
@@ -125,7 +155,7 @@ def _grow_independent(logprobs: Tensor, nodes: int) -> tuple[Tensor, Tensor, Ten
 
 
 def _grow_conditional(logprobs: Tensor, pairwise: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_grow_independent`, where a candidate's probability depends on its parent."""
+    """As `_grow`, where a candidate's probability depends on its parent."""
     batch, depths, candidates = logprobs.shape
     joint = torch.nan_to_num(logprobs[:, 1:].float().unsqueeze(2) + pairwise, nan=NEVER, neginf=NEVER)
     # A row with no candidate left gives NaN, which is no probability either.

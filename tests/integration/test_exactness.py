@@ -31,7 +31,9 @@ def engines() -> dict[str, Engine]:
     return {width: Engine(EngineConfig(width=width, dtype="float32", max_batch_size=20)) for width in POLICIES}
 
 
-def greedy_references(target: LoadedTarget, rows: list[dict[str, Any]], max_tokens: int) -> list[tuple[list[int], list[int]]]:
+def greedy_references(
+    target: LoadedTarget, rows: list[dict[str, Any]], max_tokens: int
+) -> list[tuple[list[int], list[int]]]:
     pairs = []
     for row in rows:
         prompt = target.tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
@@ -54,7 +56,9 @@ def check_greedy(target: LoadedTarget, engines: dict[str, Engine], rows: list[di
         print(f"{width}: {comparison.tokens} tokens compared, {comparison.ties} near-ties")
 
 
-def check_sampled(target: LoadedTarget, engines: dict[str, Engine], rows: list[dict[str, Any]], max_tokens: int) -> None:
+def check_sampled(
+    target: LoadedTarget, engines: dict[str, Engine], rows: list[dict[str, Any]], max_tokens: int
+) -> None:
     params = [SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=17 + i) for i in range(len(rows))]
     reference = engines["ar"].generate([row["messages"] for row in rows], params)
     comparison = Comparison()
@@ -62,7 +66,11 @@ def check_sampled(target: LoadedTarget, engines: dict[str, Engine], rows: list[d
         together = engine.generate([row["messages"] for row in rows], params)
         for number, row in enumerate(rows):
             prompt = engine.render(row["messages"])
-            alone = engine.generate([row["messages"]], params[number])[0] if width != "ar" or number < 2 else together[number]
+            alone = (
+                engine.generate([row["messages"]], params[number])[0]
+                if width != "ar" or number < 2
+                else together[number]
+            )
             for out in (alone, together[number]):
                 comparison.same(
                     target.model, prompt, out.token_ids, reference[number].token_ids, 0.8, params[number].seed or 0

@@ -214,35 +214,35 @@ def test_a_pipeline_answers_any_dataset_between_pre_and_postprocess() -> None:
     assert sorted(rows, key=lambda row: row["n"]) == [{"n": n, "answer": f"PLEASE WHY {n}"} for n in range(20)]
 
 
-def command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+def script(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The script as a person runs it, on a cluster of its own."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("CAST_RAY_", "RAY_"))}
-    script = [sys.executable, str(ROOT / "jobs" / "batch_generate.py"), *map(str, arguments)]
-    return subprocess.run(script, capture_output=True, text=True, timeout=600, cwd=cwd, env=environment, check=False)
+    command = [sys.executable, str(ROOT / "jobs" / "batch_generate.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd, env=environment, check=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "options", "message"),
-    [
-        ("absent.jsonl", None, (), "does not exist"),
-        ("in.jsonl", '{"question": "why"}\n', (), "none of them is messages, prompt or text"),
-        ("in.jsonl", '{"question": "why"}\n', ("--prompt-column", "ask"), "Columns there: question"),
-        ("in.jsonl", "", (), "has no rows"),
-        ("in.txt", "why\n", (), "unknown extension '.txt'"),
-        ("in.jsonl", '{"prompt": "why", "error": 1}\n', (), "['error']: is also written by the job"),
-        ("in.jsonl", '{"prompt": "why"}\n', ("--max-tokens", "0"), "max_tokens"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(
-    tmp_path: Path, name: str, content: str | None, options: tuple[str, ...], message: str
-) -> None:
-    if content is not None:
-        (tmp_path / name).write_text(content)
+@pytest.mark.parametrize("cpus", [1, 2])
+def test_a_cluster_of_few_cpus_does_not_hang_however_many_engines_it_has(tmp_path: Path, cpus: int) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"id": index, "prompt": f"row {index}"} for index in range(300)])
+    code = f"""
+import logging, ray
+from rich.console import Console
+from cast_ray.batch.driver import JobConfig, run_job
+from tests import fake_engine
+ray.cloudpickle.register_pickle_by_value(fake_engine)
+ray.init(address="local", num_cpus={cpus}, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+config = JobConfig(input={str(source)!r}, output={str(tmp_path / "out")!r}, pool={{"replicas": 4}}, batch_size=4)
+run_job(config, fake_engine.FakeEngine, Console(quiet=True))
+ray.shutdown()
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=600, check=True)
+    assert sorted(row["id"] for row in read_output(tmp_path / "out")) == list(range(300))
 
-    done = command("--input", tmp_path / name, "--output", tmp_path / "out", *options, cwd=tmp_path)
 
+def test_the_script_ends_with_one_line_and_exit_code_2_for_a_missing_file(tmp_path: Path) -> None:
+    done = script("--input", "absent.jsonl", "--output", "out", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert message in done.stderr
+    assert done.stderr.startswith("error: input='absent.jsonl': does not exist")
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
 

@@ -45,7 +45,11 @@ FAMILIES: dict[str, Any] = {
     ),
     "gemma3_sliding": lambda: Gemma3TextConfig(**SMALL, sliding_window=9, query_pre_attn_scalar=8),
     "gpt_oss_sinks": lambda: GptOssConfig(
-        **SMALL, sliding_window=9, num_local_experts=4, num_experts_per_tok=2, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+        **SMALL,
+        sliding_window=9,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
 }
 POLICIES = ("ar", "chain", "fixed:7", "fixed:31", "deployment")

@@ -8,11 +8,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from cast_ray.batch.columns import READ_ERROR_COLUMN, append_outputs, check_columns, row_seed
+from cast_ray.batch.columns import READ_ERROR_COLUMN, append_outputs, check_columns
 from cast_ray.batch.prepare import PromptColumn, find_prompt_column, read_prompt
 from cast_ray.batch.stage import StageSettings, prepare
 from cast_ray.errors import ConfigError, InputError, RequestError
 from cast_ray.pool.rows import RowAnswer, RowRequest
+from cast_ray.request import derive_seed
 
 TEXT = PromptColumn("prompt", "text")
 CHAT = PromptColumn("messages", "messages")
@@ -103,15 +104,10 @@ def test_only_sampled_rows_get_seeds_and_each_its_own() -> None:
     greedy = prepare(table, StageSettings(TEXT, "id", 5, 0.0, seed=3))[1]
     sampled = prepare(table, StageSettings(TEXT, "id", 5, 0.7, seed=3))[1]
     assert [row.params.seed for row in greedy if isinstance(row, RowRequest)] == [None, None]
-    assert [row.params.seed for row in sampled if isinstance(row, RowRequest)] == [row_seed(3, "1"), row_seed(3, "2")]
-
-
-def test_row_seeds_are_the_same_on_every_machine_and_spread_over_their_range() -> None:
-    assert row_seed(0, "row") == 1741637661865470896
-    seeds = {row_seed(job, str(row)) for job in range(10) for row in range(100)}
-    assert len(seeds) == 1000
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert max(seeds) > 2**62
+    assert [row.params.seed for row in sampled if isinstance(row, RowRequest)] == [
+        derive_seed(3, "1"),
+        derive_seed(3, "2"),
+    ]
 
 
 def test_outputs_have_their_types_where_every_row_failed() -> None:

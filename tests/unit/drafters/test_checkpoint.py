@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cast_ray import Engine, EngineConfig
-from cast_ray.drafters.checkpoint import find_drafter, read_config
+from cast_ray.drafters.checkpoint import DFlash2Config, find_drafter, read_config
 from cast_ray.errors import DrafterError
-from tests.support import qwen3, save_tiny_drafter, save_tiny_model
+from tests.support import dflash2_block, qwen3, save_tiny_drafter, save_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +60,67 @@ def test_a_drafter_of_another_target_is_refused(
     ],
 )
 def test_a_config_that_lacks_something_is_refused(tmp_path: Path, block: dict[str, Any], message: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 32, "num_hidden_layers": 1, "dflash_config": block}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"hidden_size": 32, "num_hidden_layers": 1, "dflash_config": block})
+    )
     with pytest.raises(DrafterError) as caught:
         read_config(tmp_path)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"conv_kernel_size": None}, "conv_kernel_size=None: is missing, and this is a DFlash 2 drafter"),
+        ({"conv_group_size": None}, "conv_group_size=None: is missing"),
+        ({"selector_rank": None}, "selector_rank=None: is missing"),
+        ({"selector_top_k": None}, "selector_top_k=None: is missing"),
+        ({"conv_kernel_size": 0}, "conv_kernel_size=0: must be a whole number of at least 1"),
+        ({"selector_rank": "big"}, "selector_rank='big': must be a whole number of at least 1"),
+        ({"conv_group_size": 5}, "conv_group_size=5: does not divide the hidden_size of 32"),
+        ({"selector_top_k": 13}, "selector_top_k=13: is more than the 12 tokens of the vocabulary"),
+    ],
+)
+def test_a_dflash2_config_that_is_not_whole_is_refused(
+    target: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = save_tiny_drafter(tmp_path, target=qwen3(), dflash_config=dflash2_block())
+    config = json.loads((folder / "config.json").read_text())
+    config["dflash_config"].update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DrafterError) as caught:
+        start(target, folder)
+    assert message in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_config_that_names_dflash2_must_have_its_values(tmp_path: Path) -> None:
+    save_tiny_drafter(tmp_path, target=qwen3())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["DFlash2DraftModel"]}))
+    with pytest.raises(DrafterError, match="conv_kernel_size=None: is missing"):
+        read_config(tmp_path)
+
+
+def test_dflash2_values_are_read_from_either_level_of_the_config(tmp_path: Path) -> None:
+    save_tiny_drafter(tmp_path, target=qwen3())
+    assert read_config(tmp_path).dflash2 is None
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["dflash_config"] |= {"conv_group_size": 8, "selector_top_k": 4}
+    config |= {"conv_kernel_size": 3, "selector_rank": 2, "selector_top_k": 9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path).dflash2 == DFlash2Config(3, 8, 2, 4)
 
 
 def test_layers_that_a_config_does_not_name_follow_the_formats_rule(tmp_path: Path) -> None:
     from dflash.model import build_target_layer_ids
 
     for draft_layers, target_layers in ((1, 30), (3, 30), (5, 36)):
-        raw = {"num_hidden_layers": draft_layers, "num_target_layers": target_layers, "dflash_config": {"mask_token_id": 0}}
+        raw = {
+            "num_hidden_layers": draft_layers,
+            "num_target_layers": target_layers,
+            "dflash_config": {"mask_token_id": 0},
+        }
         (tmp_path / "config.json").write_text(json.dumps(raw))
         config = read_config(tmp_path)
         assert list(config.taps) == build_target_layer_ids(target_layers, draft_layers)
@@ -107,7 +157,7 @@ def test_a_folder_that_does_not_exist_is_named(name: str) -> None:
 
 def test_a_hub_id_that_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(DrafterError, match="nobody/nothing.*cannot be fetched"):
+    with pytest.raises(DrafterError, match=r"nobody/nothing.*cannot be fetched"):
         find_drafter("nobody/nothing")
 
 

@@ -128,3 +128,9 @@ def test_a_row_that_rode_with_two_poison_rows_is_still_answered() -> None:
     port = Port("a", slots=4)
     (answers,) = answer(Dispatcher([port], max_deaths=3), rows("poison-0", 1, 2, "poison-3", *range(4, 40)))
     assert [index for index, found in enumerate(answers) if found.error] == [0, 3]
+
+
+def test_the_engine_that_is_ready_first_does_not_take_all_of_a_few_rows() -> None:
+    ports = [Port("a", slots=16), Port("b", slots=16)]
+    answer(Dispatcher(ports), rows(*range(16)))
+    assert [len(port.answered) for port in ports] == [8, 8]

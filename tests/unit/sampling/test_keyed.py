@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cast_ray.sampling.keyed import GUMBEL_MAX, choose_tokens, derive_seed, keyed_gumbel, perturbed_scores
+from cast_ray.request import derive_seed
+from cast_ray.sampling.keyed import GUMBEL_MAX, choose_tokens, keyed_gumbel, perturbed_scores
 
 
 def rows(n: int, vocab: int, spread: float = 4.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -27,10 +28,15 @@ def test_the_pruned_choice_is_the_argmax_of_all_perturbed_scores() -> None:
 def test_a_token_does_not_depend_on_its_neighbours_in_the_batch() -> None:
     logits, temperatures, seeds, positions = rows(40, 200)
     together = choose_tokens(logits, temperatures, seeds, positions)
-    alone = [choose_tokens(logits[i : i + 1], temperatures[i : i + 1], seeds[i : i + 1], positions[i : i + 1]) for i in range(40)]
+    alone = [
+        choose_tokens(logits[i : i + 1], temperatures[i : i + 1], seeds[i : i + 1], positions[i : i + 1])
+        for i in range(40)
+    ]
     assert torch.equal(together, torch.cat(alone))
     order = torch.randperm(40)
-    assert torch.equal(choose_tokens(logits[order], temperatures[order], seeds[order], positions[order]), together[order])
+    assert torch.equal(
+        choose_tokens(logits[order], temperatures[order], seeds[order], positions[order]), together[order]
+    )
 
 
 def test_seed_and_position_each_matter() -> None:

@@ -70,7 +70,9 @@ def path_to(tree: CandidateTree, request: int, node: int) -> list[int]:
     path = []
     while node >= 0:
         path.append(node)
-        node = int(tree.parents[request, node])
+        parent = int(tree.parents[request, node])
+        assert -1 <= parent < node, "a parent must come before its child"
+        node = parent
     return path[::-1]
 
 

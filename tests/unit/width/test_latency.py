@@ -46,7 +46,7 @@ def test_between_measured_token_counts_time_is_linear() -> None:
 
 def test_beyond_the_largest_count_the_last_slope_goes_on_and_never_falls() -> None:
     assert float(LatencyTable(curve({1: 10.0, 10: 19.0})).verify_ms(20, 1, 256)) == pytest.approx(29.0)
-    assert float(LatencyTable(curve({1: 10.0, 10: 4.0})).verify_ms(20, 1, 256)) == pytest.approx(4.0)
+    assert float(LatencyTable(curve({1: 2.0, 10: 9.0, 20: 5.0})).verify_ms(40, 1, 256)) == pytest.approx(5.0)
     assert float(LatencyTable(curve({8: 10.0})).verify_ms(64, 1, 256)) == pytest.approx(10.0)
 
 
