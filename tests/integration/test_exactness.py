@@ -90,10 +90,12 @@ def test_sampled_tokens_are_the_same_at_every_width_and_batch(target: LoadedTarg
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_twenty_prompts_greedy(target: LoadedTarget, engines: dict[str, Engine]) -> None:
     check_greedy(target, engines, PROMPTS, 64)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_twenty_prompts_sampled(target: LoadedTarget, engines: dict[str, Engine]) -> None:
     check_sampled(target, engines, PROMPTS, 64)
