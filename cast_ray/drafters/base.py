@@ -6,7 +6,7 @@ A drafter scores future tokens; it never decides what is emitted. Trees are pack
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -36,6 +36,10 @@ class Drafter(Protocol):
 
     block_size: int
     taps: tuple[int, ...]
+
+    def shape(self) -> dict[str, Any]:
+        """What its speed depends on, as plain values: a part of the key of latency profiles."""
+        ...
 
     def observe(self, features: Tensor, slots: Tensor, positions: Tensor) -> None:
         """Take in the target's features `[n, taps * hidden]` of committed tokens, by KV slot and position `[n]`."""

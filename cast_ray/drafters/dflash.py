@@ -24,6 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 from cast_ray.drafters.base import DraftContexts
 from cast_ray.drafters.checkpoint import WEIGHTS, DFlashConfig
 from cast_ray.drafters.dflash2 import CandidateSelector, DynamicConv
+from cast_ray.drafters.head import DraftHead, read_shortlist
 from cast_ray.errors import DrafterError, describe
 from cast_ray.models.attention.base import AttentionBackend, Group, Layer
 from cast_ray.models.kv_cache import KVCache, slots_of
@@ -135,8 +136,17 @@ class DFlashModel(nn.Module):
 class DFlashDrafter:
     """A DFlash network on a target's embedding, output head and pages; see drafters.base for the contract."""
 
-    def __init__(self, config: DFlashConfig, network: DFlashModel, target: Target, slots: int, page_size: int) -> None:
+    def __init__(
+        self,
+        config: DFlashConfig,
+        network: DFlashModel,
+        target: Target,
+        slots: int,
+        page_size: int,
+        shortlist: Tensor | None = None,
+    ) -> None:
         self.config = config
+        self.head = DraftHead(target.head, config, shortlist)
         self.block_size = config.block_size
         self.taps = config.taps
         self.network = network
@@ -154,6 +164,16 @@ class DFlashDrafter:
         self._block_tail = torch.full((1, config.block_size - 1), config.mask_token_id, device=target.device)
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
 
+    def shape(self) -> dict[str, Any]:
+        return {
+            "kind": "dflash2" if self.config.dflash2 else "dflash",
+            "parameters": sum(parameter.numel() for parameter in self.network.parameters()),
+            "layers": len(self.network.layers),
+            "block_size": self.block_size,
+            "taps": list(self.taps),
+            "shortlist": self.head.size,
+        }
+
     def observe(self, features: Tensor, slots: Tensor, positions: Tensor) -> None:
         self._pending.append((features, slots, positions))
         if sum(rows.shape[0] for _, rows, _ in self._pending) > MAX_PENDING_ROWS:
@@ -169,22 +189,22 @@ class DFlashDrafter:
 
     def propose(self, contexts: DraftContexts, top_k: int) -> DraftScores:
         hidden = self.block_hidden(contexts)[:, 1:]
-        logits = self._logits(hidden)
+        logits = self.head.logits(hidden)
         # A greedy request has no temperature to divide by: its candidates are weighed at 1.
         temperatures = torch.ones(len(contexts.lengths), device=logits.device)
         if contexts.temperatures is not None:
             temperatures = torch.where(contexts.temperatures > 0, contexts.temperatures, 1.0)
         selector = self.network.candidate_selector
         if selector is not None:
-            return selector.scores(hidden, logits, contexts.roots, temperatures)
+            return selector.scores(hidden, *self.head.best(logits, selector.top_k), contexts.roots, temperatures)
         if contexts.temperatures is not None:
             logits = logits / temperatures[:, None, None]
-        best, token_ids = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+        best, token_ids = self.head.best(logits, top_k)
         return DraftScores(best - logits.logsumexp(dim=-1, keepdim=True), token_ids)
 
     def block_logits(self, contexts: DraftContexts) -> Tensor:
-        """Draft logits of every depth: `[B, block_size - 1, vocab]` float32."""
-        return self._logits(self.block_hidden(contexts)[:, 1:])
+        """Draft logits of every depth: `[B, block_size - 1, vocab]` float32, or over the shortlist."""
+        return self.head.logits(self.block_hidden(contexts)[:, 1:])
 
     def block_hidden(self, contexts: DraftContexts) -> Tensor:
         """One draft forward: `[B, block_size, hidden]`. Takes what was observed into the context on the way."""
@@ -206,12 +226,6 @@ class DFlashDrafter:
             blocks = blocks * self.config.input_scale
         context = self.network.context(features) if forward.context_rows else features
         return self.network(blocks, context, forward).view(batch, size, -1)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self._target.head(hidden).float() * self.config.output_multiplier
-        if self.config.softcap is not None:
-            logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
-        return logits
 
     def _write_context(self) -> None:
         """Put what was observed into the cache without drafting."""
@@ -246,7 +260,8 @@ def load_dflash(folder: Path, config: DFlashConfig, target: Target, slots: int, 
         raise DrafterError(describe("drafter", str(folder / WEIGHTS), problem, remedy)) from None
     network = build_network(config, weights, folder).to(target.device, target.dtype).eval()
     speed_up_linears(network)
-    return DFlashDrafter(config, network, target, slots, page_size)
+    shortlist = read_shortlist(folder, target.vocab_size, target.device)
+    return DFlashDrafter(config, network, target, slots, page_size, shortlist)
 
 
 def build_network(config: DFlashConfig, weights: dict[str, Tensor], source: Path) -> DFlashModel:

@@ -79,15 +79,17 @@ class CandidateSelector(nn.Module):
         gated = self.predecessor_codebook(predecessors) * self.hidden_projection(hidden).unsqueeze(-2)
         return gated.float() @ self.successor_codebook(successors).float().transpose(-1, -2)
 
-    def scores(self, hidden: Tensor, logits: Tensor, roots: Tensor, temperatures: Tensor) -> DraftScores:
-        """The best `top_k` tokens of every depth by their logits, scored against each other.
+    def scores(
+        self, hidden: Tensor, unary: Tensor, token_ids: Tensor, roots: Tensor, temperatures: Tensor
+    ) -> DraftScores:
+        """The tokens of every depth, its `top_k` best by their logits, scored against each other.
 
         A token's probability is a softmax over the `top_k` of its depth alone, of logit plus pair score, both over the
         temperature. The token before the first depth is the root: its pair scores are in `logprobs`.
 
-        hidden: `[B, D, hidden]`; logits: `[B, D, vocab]` float32; roots: `[B]`; temperatures: `[B]`, positive.
+        hidden: `[B, D, hidden]`; unary: `[B, D, top_k]` float32 logits of token_ids `[B, D, top_k]`; roots: `[B]`;
+        temperatures: `[B]`, positive.
         """
-        unary, token_ids = logits.topk(self.top_k, dim=-1)
         after_root = self.pair_scores(hidden[:, :1], roots[:, None, None], token_ids[:, :1]).squeeze(2)
         unary = torch.cat([unary[:, :1] + after_root, unary[:, 1:]], dim=1) / temperatures[:, None, None]
         pairwise = self.pair_scores(hidden[:, 1:], token_ids[:, :-1], token_ids[:, 1:])

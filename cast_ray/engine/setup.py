@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -88,7 +87,7 @@ def build(config: EngineConfig) -> Parts:
     speed_up_linears(loaded.model)
     target = Target(loaded, SdpaBackend(config.page_size), slots, taps=pair[1].taps if pair else ())
     drafter = load_dflash(pair[0], pair[1], target, slots, config.page_size) if pair else None
-    latency = _latency(config, target, drafter, pair, max_context) if measured else None
+    latency = _latency(config, target, drafter, max_context) if measured else None
     policy = make_policy(spec, block_size=block_size, max_nodes=config.max_nodes, latency=latency)
     return Parts(loaded, target, drafter, policy, latency, device, max_context, num_pages, scratch)
 
@@ -148,23 +147,9 @@ def _free_memory(device: torch.device) -> int | None:
         return None
 
 
-def _latency(
-    config: EngineConfig,
-    target: Target,
-    drafter: Drafter | None,
-    pair: tuple[Path, DFlashConfig] | None,
-    max_context: int,
-) -> LatencyTable:
+def _latency(config: EngineConfig, target: Target, drafter: Drafter | None, max_context: int) -> LatencyTable:
     """The saved table of this device and pair, else a new one."""
-    shape: dict[str, Any] | None = None
-    if pair:
-        shape = {
-            "block_size": pair[1].block_size,
-            "taps": list(pair[1].taps),
-            "layers": pair[1].model.num_hidden_layers,
-        }
-        if pair[1].dflash2:
-            shape["dflash2"] = asdict(pair[1].dflash2)
+    shape = drafter.shape() if drafter is not None else None
     key = profile_key(target.device, target.dtype, target_fingerprint(target.loaded), shape, config.max_batch_size)
     saved = load_profile(key, config.profile_dir)
     if saved is not None:

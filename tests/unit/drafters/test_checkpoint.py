@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from cast_ray import Engine, EngineConfig
+from cast_ray import Engine, EngineConfig, SamplingParams
 from cast_ray.drafters.checkpoint import DFlash2Config, find_drafter, read_config
+from cast_ray.drafters.dflash import DFlashDrafter
 from cast_ray.errors import DrafterError
 from tests.support import dflash2_block, qwen3, save_tiny_drafter, save_tiny_model
 
@@ -172,3 +174,35 @@ def test_the_shipped_drafter_is_in_the_public_format() -> None:
         theirs.mask_token_id,
         list(theirs.target_layer_ids),
     )
+
+
+def test_a_shortlist_restricts_what_is_drafted_and_changes_no_output(target: Path, tmp_path: Path) -> None:
+    folder = save_tiny_drafter(tmp_path / "drafter", target=qwen3())
+    settings = {"target": str(target), "drafter": str(folder), "width": "fixed:20", "dtype": "float32", "device": "cpu"}
+    whole = Engine(EngineConfig(**settings)).generate([[1, 2, 3]], SamplingParams(max_tokens=40))[0]
+    ids = torch.tensor([7, 2, 11, 5])
+    save_file({"token_ids": ids}, folder / "draft_vocab.safetensors")
+    engine = Engine(EngineConfig(**settings))
+    drafter = engine._parts.drafter
+    assert isinstance(drafter, DFlashDrafter)
+    proposed = []
+    propose = drafter.propose
+
+    def watch(*arguments: Any) -> Any:
+        scores = propose(*arguments)
+        proposed.append(scores.token_ids.unique())
+        return scores
+
+    drafter.propose = watch  # type: ignore[method-assign]
+    out = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=40))[0]
+    assert out.token_ids == whole.token_ids
+    assert torch.equal(torch.cat(proposed).unique(), ids.sort().values)
+    assert drafter.shape()["shortlist"] == 4
+
+
+@pytest.mark.parametrize("ids", [[1, 1], [12], [-1], []])
+def test_a_shortlist_that_does_not_fit_is_named(target: Path, tmp_path: Path, ids: list[int]) -> None:
+    folder = save_tiny_drafter(tmp_path / "drafter", target=qwen3())
+    save_file({"token_ids": torch.tensor(ids, dtype=torch.int64)}, folder / "draft_vocab.safetensors")
+    with pytest.raises(DrafterError, match=r"draft_vocab.safetensors.*distinct int64 token ids below 12"):
+        start(target, folder)

@@ -95,7 +95,7 @@ def test_the_tree_of_a_selectors_scores_is_that_of_a_best_first_search(temperatu
         config = DFlash2Config(conv_kernel_size=1, conv_group_size=1, selector_rank=rank, selector_top_k=top_k)
         selector = CandidateSelector(16, 40, config)
         hidden, logits = torch.randn(3, depths, 16), 2 * torch.randn(3, depths, 40)
-        scores = selector.scores(hidden, logits, torch.tensor([0, 39, 7]), torch.full((3,), temperature))
+        scores = selector.scores(hidden, *logits.topk(top_k), torch.tensor([0, 39, 7]), torch.full((3,), temperature))
         tree = pack(scores, nodes)
         check_tree(tree, scores, nodes)
         check_order(tree)
