@@ -60,7 +60,7 @@ class EngineConfig(_Settings):
         description="tokens that the KV pool holds; default: a quarter of the free memory, no more than used",
     )
     profile_dir: Path | None = Field(None, description="where latency profiles are kept; default: the user's cache")
-    probe_seconds: float = Field(20.0, gt=0, description="most seconds that measuring the device may take")
+    probe_seconds: float = Field(25.0, gt=0, description="most seconds that measuring the device may take")
     trust_remote_code: bool = Field(False, description="run modelling code shipped with a checkpoint")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -26,8 +25,11 @@ from cast_ray.width.latency import DraftPoint, LatencyPoint, LatencyTable
 WIDTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
 BASE_CONTEXT = 256
 LONG_CONTEXTS = (1024, 4096)
-REPEATS = 7
-WARM_UPS = 2
+# A point is timed until it has been run often enough, or long enough and at least a few times.
+MOST_REPEATS, LEAST_REPEATS, SECONDS_A_POINT = 9, 3, 0.25
+# Beyond batch 1: a few widths, and no forward of more tokens than this.
+BATCH_WIDTHS = (0, 3, 7, 15, 31)
+MOST_TOKENS = 256
 
 
 class Probe:
@@ -59,14 +61,18 @@ class Probe:
         self._slots = slots
 
     @torch.inference_mode()
-    def measure(self, seconds: float) -> LatencyTable:
-        """The table of this device, within about `seconds`."""
+    def measure(self, seconds: float) -> tuple[LatencyTable, bool]:
+        """The table of this device, within about `seconds`; False says that the time was up before all was measured."""
         deadline = time.perf_counter() + seconds
         self._fill_pool()
         verify: list[LatencyPoint] = []
         draft: list[DraftPoint] = []
-        for number, (batch, context, nodes) in enumerate(self._points()):
-            if number >= 2 and time.perf_counter() > deadline:
+        complete = True
+        for batch, context, nodes in self._points():
+            # The first verification and the first draft are needed whatever they take.
+            needed = not draft if nodes is None else not verify
+            if not needed and time.perf_counter() > deadline:
+                complete = False
                 break
             if nodes is None:
                 median, noise = self._time(self._drafting(batch, context))
@@ -74,30 +80,37 @@ class Probe:
             else:
                 median, noise = self._time(self._verifying(batch, context, nodes))
                 verify.append(LatencyPoint(batch * (nodes + 1), batch, context, median, noise))
-        return LatencyTable(verify, draft, self._host_ms())
+        return LatencyTable(verify, draft, self._host_ms()), complete
 
     def _points(self) -> Iterator[tuple[int, int, int | None]]:
-        """(batch, context, nodes a request) to verify, or nodes None to draft, the most telling first."""
-        widths = [n for n in WIDTHS if n <= self.max_nodes]
+        """(batch, context, nodes a request) to verify, or nodes None to draft, the most telling first.
+
+        All widths at batch 1, the largest batch, longer contexts, and then the batches in between.
+        """
         base = max(1, min(BASE_CONTEXT, self._max_context))
-        contexts = sorted({min(c, self._max_context) for c in LONG_CONTEXTS if self._max_context > base} - {base})
-        batches = [b for b in (2, 4, 8, 16, 32, 64, 128, 256) if b <= self.max_batch and self._fits(b, base)]
         if self.drafter is not None:
             yield 1, base, None
-        for nodes in widths:
-            yield 1, base, nodes
+        for nodes in WIDTHS:
+            if nodes <= self.max_nodes:
+                yield 1, base, nodes
+        batches = [b for b in (2, 4, 8, 16, 32, 64, 128, 256) if b <= self.max_batch and self._fits(b, base)]
+        yield from self._batch_points(batches[-1:], base)
+        contexts = sorted({min(c, self._max_context) for c in LONG_CONTEXTS if self._max_context > base} - {base})
+        for context in contexts:
+            if self.drafter is not None:
+                yield 1, context, None
+            for nodes in (0, 7, 31):
+                if nodes <= self.max_nodes:
+                    yield 1, context, nodes
+        yield from self._batch_points(batches[-2::-1], base)
+
+    def _batch_points(self, batches: list[int], context: int) -> Iterator[tuple[int, int, int | None]]:
         for batch in batches:
             if self.drafter is not None:
-                yield batch, base, None
-            for nodes in widths:
-                if nodes in (0, 3, 7, 15, 31) and batch * (nodes + 1) <= 512:
-                    yield batch, base, nodes
-        for context, nodes in product(contexts, (0, 7, 31)):
-            if nodes <= self.max_nodes:
-                yield 1, context, nodes
-        if self.drafter is not None:
-            for context in contexts:
-                yield 1, context, None
+                yield batch, context, None
+            for nodes in BATCH_WIDTHS:
+                if nodes <= self.max_nodes and (nodes == 0 or batch * (nodes + 1) <= MOST_TOKENS):
+                    yield batch, context, nodes
 
     def _fits(self, batch: int, context: int) -> bool:
         return batch * self._pages(context) * self.page_size <= self._slots
@@ -181,10 +194,12 @@ class Probe:
 
     def _time(self, run: Callable[[], Tensor]) -> tuple[float, float]:
         """Median and noise (median absolute deviation) in ms of `run`, whose result is waited for."""
-        for _ in range(WARM_UPS):
-            run().flatten()[:1].tolist()
-        taken = []
-        for _ in range(REPEATS):
+        taken: list[float] = []
+        run().flatten()[:1].tolist()
+        began = time.perf_counter()
+        while len(taken) < LEAST_REPEATS or (
+            len(taken) < MOST_REPEATS and time.perf_counter() - began < SECONDS_A_POINT
+        ):
             started = time.perf_counter()
             run().flatten()[:1].tolist()
             taken.append((time.perf_counter() - started) * 1000)

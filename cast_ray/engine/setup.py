@@ -164,6 +164,10 @@ def _latency(config: EngineConfig, target: Target, drafter: Drafter | None, max_
         max_context=max_context,
         top_k=config.candidates_per_depth,
     )
-    table = probe.measure(config.probe_seconds)
-    save_profile(key, table, config.profile_dir)
+    table, complete = probe.measure(config.probe_seconds)
+    if complete:
+        save_profile(key, table, config.profile_dir)
+    else:
+        # A device that is busy with something else: good enough for now, not for next time.
+        logger.warning("%.0f s were too short to measure this device in full: not saved", config.probe_seconds)
     return table

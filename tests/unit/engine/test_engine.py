@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cast_ray import Engine, EngineConfig, SamplingParams
 from cast_ray.engine.async_engine import AsyncEngine
@@ -70,14 +73,18 @@ def test_the_context_limit_ends_the_output(engine: Engine) -> None:
     assert len(last.token_ids) == 1
 
 
-def test_the_models_own_end_token_stops_unless_ignored(settings: dict[str, Any]) -> None:
-    engine = Engine(EngineConfig(**settings))
-    whole = engine.generate([[5, 6]], SamplingParams(max_tokens=30, temperature=1.0, seed=1))[0].token_ids
-    engine._parts.loaded.__dict__["eos_token_ids"] = (whole[4],)
-    first = whole.index(whole[4])
-    out = engine.generate([[5, 6]], SamplingParams(max_tokens=30, temperature=1.0, seed=1))[0]
-    assert (out.token_ids, out.finish_reason) == (whole[: first + 1], "stop")
-    ignored = engine.generate([[5, 6]], SamplingParams(max_tokens=30, temperature=1.0, seed=1, ignore_eos=True))[0]
+def test_the_models_own_end_token_stops_unless_ignored(settings: dict[str, Any], tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=1)
+    whole = Engine(EngineConfig(**settings)).generate([[5, 6]], params)[0].token_ids
+    end = whole[4]
+    model = AutoModelForCausalLM.from_pretrained(settings["target"])
+    model.generation_config.eos_token_id = [end]
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(settings["target"]).save_pretrained(tmp_path)
+    engine = Engine(EngineConfig(**{**settings, "target": str(tmp_path)}))
+    out = engine.generate([[5, 6]], params)[0]
+    assert (out.token_ids, out.finish_reason) == (whole[: whole.index(end) + 1], "stop")
+    ignored = engine.generate([[5, 6]], replace(params, ignore_eos=True))[0]
     assert ignored.token_ids == whole
 
 

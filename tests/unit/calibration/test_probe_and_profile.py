@@ -1,0 +1,142 @@
+"""The probe measures what the engine may ask for, within its time; a profile is reused where everything matches."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cast_ray import Engine, EngineConfig, SamplingParams
+from cast_ray.calibration import probe as probing
+from cast_ray.calibration.probe import Probe
+from cast_ray.calibration.profile import load_profile, profile_key, profile_path, save_profile
+from cast_ray.width.latency import DraftPoint, LatencyPoint, LatencyTable
+from tests.support import qwen3, save_tiny_drafter, save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_model(folder / "target", qwen3())
+    save_tiny_drafter(folder / "drafter", target=qwen3())
+    return {
+        "target": str(folder / "target"),
+        "drafter": str(folder / "drafter"),
+        "dtype": "float32",
+        "device": "cpu",
+        "max_batch_size": 4,
+        "max_nodes": 31,
+    }
+
+
+def probe_of(engine: Engine) -> Probe:
+    return Probe(
+        engine._parts.target,
+        engine._parts.drafter,
+        page_size=16,
+        max_batch=4,
+        max_nodes=31,
+        max_context=engine.max_context,
+        top_k=8,
+    )
+
+
+def test_all_widths_batches_and_contexts_are_measured(settings: dict[str, Any]) -> None:
+    table, complete = probe_of(Engine(EngineConfig(**settings, width="chain"))).measure(120)
+    assert complete
+    points = {(p["tokens"], p["batch"], p["context"]) for p in table.to_dict()["verify"]}
+    assert {(n + 1, 1, 256) for n in (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)} <= points
+    assert {(b * (n + 1), b, 256) for b in (2, 4) for n in (0, 3, 7, 15, 31)} <= points
+    # The model ends at 512 positions, a tree and its root lie behind the context.
+    assert {(n + 1, 1, 480) for n in (0, 7, 31)} <= points
+    drafts = {(p["batch"], p["context"]) for p in table.to_dict()["draft"]}
+    assert drafts == {(1, 256), (4, 256), (1, 480), (2, 256)}
+    assert all(p["ms"] > 0 for p in table.to_dict()["verify"])
+
+
+def test_what_is_measured_fits_the_pool_and_leaves_it_usable(settings: dict[str, Any]) -> None:
+    config = EngineConfig(
+        **settings, kv_cache_tokens=96, profile_dir=Path(settings["target"]) / "p", width="deployment"
+    )
+    engine = Engine(config)
+    contexts = {p["context"] for p in engine.stats()["latency"]["verify"]}
+    assert contexts == {64}
+    out = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=20))[0]
+    plain = Engine(EngineConfig(**settings, width="ar")).generate([[1, 2, 3]], SamplingParams(max_tokens=20))[0]
+    assert out.token_ids == plain.token_ids
+
+
+def test_a_probe_out_of_time_still_gives_a_table_and_says_so(
+    settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine = Engine(EngineConfig(**settings, width="deployment", profile_dir=tmp_path, probe_seconds=1e-6))
+    latency = engine.stats()["latency"]
+    assert (len(latency["verify"]), len(latency["draft"])) == (1, 1)
+    assert "too short to measure" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_profile_is_measured_once_and_then_loaded(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+    measure = Probe.measure
+    monkeypatch.setattr(Probe, "measure", lambda self, seconds: measured.append(1) or measure(self, seconds))
+    config = {**settings, "width": "deployment", "profile_dir": tmp_path}
+    first = Engine(EngineConfig(**config)).stats()["latency"]
+    assert Engine(EngineConfig(**config)).stats()["latency"] == first
+    assert len(measured) == 1
+    Engine(EngineConfig(**{**config, "dtype": "bfloat16"}))
+    Engine(EngineConfig(**{**config, "max_batch_size": 2}))
+    assert len(measured) == 3
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"key": {}, "latency": {}}', "foreign"])
+def test_a_damaged_or_foreign_profile_is_named_and_ignored(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = LatencyTable([LatencyPoint(1, 1, 0, 2.0)], [DraftPoint(1, 0, 1.0)], 0.1)
+    key = profile_key(torch.device("cpu"), torch.float32, {"name": "x"}, None, 4)
+    path = save_profile(key, table, tmp_path)
+    loaded = load_profile(key, tmp_path)
+    assert loaded is not None
+    assert loaded.to_dict() == table.to_dict()
+    if damage == "foreign":
+        saved = json.loads(path.read_text())
+        saved["key"]["torch"] = "0.1"
+        damage = json.dumps(saved)
+    path.write_text(damage)
+    with caplog.at_level(logging.WARNING):
+        assert load_profile(key, tmp_path) is None
+    assert str(path) in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_costs_no_more_than_the_profile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    key = profile_key(torch.device("cpu"), torch.float32, {"name": "x"}, None, 4)
+    save_profile(key, LatencyTable([LatencyPoint(1, 1, 0, 2.0)]), blocker / "folder")
+    assert "could not be saved" in caplog.text
+    assert profile_path(key, tmp_path) != profile_path({**key, "threads": 99}, tmp_path)
+
+
+def test_the_median_is_taken_not_the_mean(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(probing.time, "perf_counter", lambda: clock[0])
+    durations = iter([0.5, 0.010, 0.012, 0.9, 0.011, 0.010, 0.5])
+
+    def run() -> torch.Tensor:
+        clock[0] += next(durations)
+        return torch.zeros(1)
+
+    median, noise = probe_of(Engine(EngineConfig(**settings, width="chain")))._time(run)
+    # The first run warms up; the stall of 900 ms uses up the point's time and moves the median by nothing.
+    assert median == pytest.approx(12.0)
+    assert noise == pytest.approx(2.0)
