@@ -1,0 +1,130 @@
+"""The engines that write training data: rows of prompts in, token ids out, in this process or on Ray.
+
+The pool carries text; what training needs is the very tokens, so this engine spells both prompt and answer as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cast_ray.config import EngineConfig, PoolConfig
+from cast_ray.engine.async_engine import AsyncEngine
+from cast_ray.pool.actor import EngineActor
+from cast_ray.pool.rows import RowAnswer, RowRequest
+from cast_ray.request import Completion, Prompt, SamplingParams
+from cast_ray.training.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the target wrote: token ids of prompt and answer (its end token included), and how it ended."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    finish_reason: str
+
+
+# Answers in the order of the rows; None for a row that cannot be answered, such as a prompt beyond the context.
+Ask = Callable[[list[RowRequest]], Awaitable[list[Written | None]]]
+
+
+class TokenEngine:
+    """An engine whose answers' text is token ids."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._engine = AsyncEngine(config)
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, *, request_id: str) -> Completion:
+        tokens = self._engine.render(prompt)
+        completion = await self._engine.generate(tokens, params, request_id=request_id)
+        return replace(completion, text=json.dumps([tokens, completion.token_ids]))
+
+    def stats(self) -> dict[str, Any]:
+        return self._engine.stats()
+
+    @property
+    def healthy(self) -> bool:
+        return self._engine.healthy
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+@asynccontextmanager
+async def writing_engines(config: TrainConfig) -> AsyncIterator[Ask]:
+    """Engines that answer without a drafter: in this process, or `replicas` actors on the Ray cluster.
+
+    Batches keep a device busy by themselves, and no drafter is there yet.
+    """
+    engine = EngineConfig(
+        target=config.target,
+        drafter="none",
+        width="ar",
+        dtype=config.dtype,
+        device=config.device,
+        threads=config.threads,
+        max_batch_size=config.batch_size,
+    )
+    if config.replicas is None and not os.environ.get("RAY_ADDRESS"):
+        actor = EngineActor("engine-0", engine, TokenEngine)
+        try:
+            yield _asking(actor.generate_batch)
+        finally:
+            await actor.close()
+        return
+    from cast_ray.pool.client import PoolClient
+    from cast_ray.pool.pool import EnginePool
+
+    with _ray(), EnginePool(engine, PoolConfig(replicas=config.replicas), TokenEngine) as pool:
+        yield _asking(PoolClient(pool.members).generate)
+
+
+def _asking(generate: Callable[[list[RowRequest]], Awaitable[list[RowAnswer]]]) -> Ask:
+    async def ask(rows: list[RowRequest]) -> list[Written | None]:
+        return [_written(answer) for answer in await generate(rows)]
+
+    return ask
+
+
+def _written(answer: RowAnswer) -> Written | None:
+    if answer.error is not None or answer.text is None:
+        logging.getLogger(__name__).warning("left out: %s", answer.error)
+        return None
+    prompt_ids, token_ids = json.loads(answer.text)
+    return Written(prompt_ids, token_ids, str(answer.finish_reason))
+
+
+class _ray:
+    """A connection to the cluster that is there, else to a local one; ended again if it was made here."""
+
+    def __enter__(self) -> None:
+        import ray
+
+        self._mine = not ray.is_initialized()
+        if self._mine:
+            address = None if os.environ.get("RAY_ADDRESS") else "local"
+            ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        if self._mine:
+            ray.shutdown()
+
+
+async def in_order(count: int, work: Callable[[int], Awaitable[None]], at_once: int) -> None:
+    """Run work(0..count-1), begun in order and `at_once` at a time, so that engines never wait for a slow row."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(number: int) -> None:
+        async with gate:
+            await work(number)
+
+    await asyncio.gather(*(one(number) for number in range(count)))

@@ -1,0 +1,104 @@
+"""Step 5: the drafter in z-lab's public format, with a record of the pair and a model card. Nothing here trains."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from cast_ray.drafters.checkpoint import WEIGHTS
+from cast_ray.models.loading import LoadedTarget, target_fingerprint
+from cast_ray.training.files import write_json, write_whole
+from cast_ray.training.state import TrainingState
+
+PAIR = "pair.json"
+
+
+def export(state: TrainingState, config: dict[str, Any], loaded: LoadedTarget, folder: Path) -> None:
+    """Write config.json, model.safetensors (bfloat16) and pair.json. config: the drafter's config.json."""
+    weights = {name: tensor.detach().clone() for name, tensor in state.network.state_dict().items()}
+    # The public format reads features as they are.
+    weights["fc.weight"] = weights["fc.weight"] / state.scale
+    public = {name: tensor.to("cpu", torch.bfloat16).contiguous() for name, tensor in weights.items()}
+    write_json(folder / "config.json", config)
+    write_whole(folder / WEIGHTS, lambda part: save_file(public, part, metadata={"format": "pt"}))
+    write_json(folder / PAIR, pair_record(config, loaded))
+
+
+def pair_record(config: dict[str, Any], loaded: LoadedTarget) -> dict[str, Any]:
+    """What the drafter was made for: enough to tell another target, other weights, or another chat template."""
+    template = loaded.tokenizer.chat_template
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return {
+        "target": loaded.name,
+        "fingerprint": target_fingerprint(loaded),
+        "weights_sha256": weights_hash(loaded),
+        "target_layer_ids": config["dflash_config"]["target_layer_ids"],
+        "chat_template_sha256": hashlib.sha256(text.encode()).hexdigest() if template else None,
+    }
+
+
+def weights_hash(loaded: LoadedTarget) -> str:
+    """A hash of some of every tensor of the target in bfloat16, the dtype in which two copies of a model agree."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(loaded.model.state_dict().items()):
+        values = tensor.flatten()
+        some = values[:: max(1, values.numel() // 4096)][:4096].to("cpu", torch.bfloat16)
+        digest.update(f"{name}:{tuple(tensor.shape)}".encode())
+        digest.update(some.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def model_card(facts: dict[str, Any]) -> str:
+    """README.md of a drafter.
+
+    facts: target, command, answers, tokens, steps, minutes, settings, and evaluation (None before there is one).
+    """
+    settings = facts["settings"]
+    lines = [
+        f"# A DFlash drafter for {facts['target']}",
+        "",
+        f"A one-pass block drafter in z-lab's public DFlash format: {settings['layers']} layers, block "
+        f"{settings['block_size']}, features of target layers {', '.join(map(str, settings['taps']))}. It uses the "
+        "target's own embedding and output head. Trained on text that the target wrote itself "
+        f"({facts['answers']} answers, {facts['tokens']} tokens with their prompts), in {facts['steps']} steps of "
+        f"{settings['sequences']} sequences with {settings['anchors']} blocks each ({facts['minutes']:.0f} minutes).",
+        "",
+        "Made by:",
+        "",
+        f"    {facts['command']}",
+        "",
+    ]
+    if facts["evaluation"]:
+        lines += evaluation_tables(facts["evaluation"])
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+    lines += [f"Python {platform.python_version()}, {versions}.", ""]
+    return "\n".join(lines)
+
+
+def evaluation_tables(evaluation: dict[str, Any]) -> list[str]:
+    """Round length by domain and width, then predicted mass and acceptance by depth, as Markdown lines."""
+    widths = evaluation["widths"]
+    about = f"{evaluation['prompts']} held-out prompts, {evaluation['max_tokens']} new tokens, greedy"
+    lines = [f"Mean round length on {about}, by domain and nodes verified:", ""]
+    lines += [f"| domain | {' | '.join(widths)} |", "| --- |" + " --- |" * len(widths)]
+    for domain, lengths in evaluation["round_length"].items():
+        lines.append(f"| {domain} | " + " | ".join(f"{lengths[width]:.2f}" for width in widths) + " |")
+    lines += [
+        "",
+        "The top-1 chain at random places of held-out answers: how likely the drafter held its first d tokens,",
+    ]
+    lines += ["and how often they were all right:", "", "| depth | predicted | accepted |", "| --- | --- | --- |"]
+    for row in evaluation["reliability"]:
+        lines.append(f"| {row['depth']} | {row['predicted']:.3f} | {row['accepted']:.3f} |")
+    return [*lines, ""]
+
+
+def write_card(facts: dict[str, Any], folder: Path) -> None:
+    write_whole(folder / "README.md", lambda part: part.write_text(model_card(facts), encoding="utf-8"))
