@@ -3,6 +3,7 @@
 Names are imported when first used: a process that only reads or writes rows need not load PyTorch.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,12 @@ if TYPE_CHECKING:
     from cast_ray.config import BatchConfig, EngineConfig
     from cast_ray.engine.engine import Engine
     from cast_ray.request import Completion, RequestStats, SamplingParams
+
+# OpenMP threads spin for each other at the end of every parallel loop. On a core that another process needs too, the one
+# spun for does not run: a forward then takes tens of times as long. A short spin, then sleep, costs nothing on a quiet
+# machine. It is read when PyTorch is loaded, so it stands here, before that.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __version__ = "0.1.0"
 __all__ = ["BatchConfig", "Completion", "Engine", "EngineConfig", "RequestStats", "SamplingParams", "build_pipeline"]

@@ -41,14 +41,14 @@ class Batch:
 
 
 class Sequences:
-    """The training sequences of a work folder, by number."""
+    """The sequences of a folder of features, by number."""
 
     def __init__(self, shards: list[FeatureShard]) -> None:
         self._places = [(shard, i) for shard in shards for i in range(len(shard.prompts))]
 
     @classmethod
-    def of(cls, work: Path) -> Sequences:
-        return cls(feature_shards(work))
+    def of(cls, folder: Path) -> Sequences:
+        return cls(feature_shards(folder))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -93,13 +93,16 @@ def make_batch(sequences: list[TrainingSequence], anchors: int, size: int, seed:
 
 
 def draft_vocabulary(work: Path, size: int, vocab_size: int) -> Tensor:
-    """The `size` tokens that answers use most, ascending, `[<= size]` int64."""
+    """The `size` tokens that answers use most, ascending, `[<= size]` int64.
+
+    Where they use fewer, the rest are those of lowest id: in most tokenizers the earliest merges, the commonest pieces.
+    """
     counts: Counter[int] = Counter()
     for _, answers in read_answers(work):
         for answer in answers:
             counts.update(answer.token_ids)
-    best = sorted(counts, key=lambda token: (-counts[token], token))[:size]
-    return torch.tensor(sorted(token for token in best if token < vocab_size))
+    best = sorted(range(vocab_size), key=lambda token: (-counts[token], token))[:size]
+    return torch.tensor(sorted(best))
 
 
 def channel_scale(features: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ def train_drafter(
     answers: Annotated[int | None, _option("answers")] = None,
     own_share: Annotated[float | None, _option("own_share")] = None,
     held_out: Annotated[int | None, _option("held_out")] = None,
+    evaluated: Annotated[int | None, _option("evaluated")] = None,
     answer_tokens: Annotated[int | None, _option("answer_tokens")] = None,
     sampled_share: Annotated[float | None, _option("sampled_share")] = None,
     temperature: Annotated[float | None, _option("temperature")] = None,

@@ -29,6 +29,7 @@ class TrainConfig(_Settings):
         0.5, ge=0, le=1, description="share of the prompts that the target writes itself; all, once no others are left"
     )
     held_out: int = Field(64, ge=0, description="answers kept out of training, for evaluation")
+    evaluated: int = Field(30, ge=0, description="how many of those the finished drafter is tried on; 0: none")
     answer_tokens: int = Field(192, ge=8, description="most tokens of an answer")
     sampled_share: float = Field(0.5, ge=0, le=1, description="share of the answers that are sampled, not greedy")
     temperature: float = Field(0.8, gt=0, description="temperature of the sampled answers")

@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cast_ray.drafters.checkpoint import DFlashConfig, read_config
+from cast_ray.drafters.checkpoint import DFLASH2_ARCHITECTURE, DFlashConfig, read_config
 from cast_ray.errors import ConfigError, describe
 from cast_ray.models.loading import LoadedTarget
 from cast_ray.training.config import TrainConfig
 from cast_ray.training.features import choose_taps
-from cast_ray.training.files import write_json
+from cast_ray.training.files import read_json, write_json
+
+# DFlash 2: rows that a convolution sees, channels that share a dynamic kernel, width of the codebooks, candidates.
+CONV_KERNEL, CONV_GROUP, SELECTOR_RANK, SELECTOR_TOP_K = 3, 64, 32, 16
 
 
 def write_config(config: TrainConfig, loaded: LoadedTarget, seen: set[int], folder: Path) -> DFlashConfig:
-    """Write `folder/config.json` and read it back as everyone else will. seen: tokens that occur in the data."""
-    write_json(folder / "config.json", drafter_config(config, loaded, seen))
+    """Write `folder/config.json` and read it back as everyone else will. seen: tokens that occur in the data.
+
+    A mask token once chosen stays, whatever later data holds.
+    """
+    raw, known = drafter_config(config, loaded, seen), read_json(folder / "config.json")
+    if known is not None:
+        raw["dflash_config"]["mask_token_id"] = known["dflash_config"]["mask_token_id"]
+    write_json(folder / "config.json", raw)
     return read_config(folder)
 
 
 def drafter_config(config: TrainConfig, loaded: LoadedTarget, seen: set[int]) -> dict[str, Any]:
     """config.json as plain values."""
     text = loaded.model.config.get_text_config()
+    two = config.architecture == "dflash2"
     heads = int(text.num_attention_heads)
     layers = int(text.num_hidden_layers)
     taps = choose_taps(layers, config.taps)
     if bad := [tap for tap in taps if not 0 <= tap < layers]:
         raise ConfigError(describe("taps", bad[0], f"is no layer of the target's {layers}", "Count from 0"))
     return {
-        "architectures": ["DFlashDraftModel" if config.architecture == "dflash" else "DFlash2DraftModel"],
+        "architectures": [DFLASH2_ARCHITECTURE if two else "DFlashDraftModel"],
         "model_type": "qwen3",
         "dtype": "bfloat16",
         "hidden_size": int(text.hidden_size),
@@ -63,7 +74,18 @@ def drafter_config(config: TrainConfig, loaded: LoadedTarget, seen: set[int]) ->
             "block_size": config.block_size,
             "mask_token_id": _mask_token(loaded, seen),
             "target_layer_ids": list(taps),
+            **(_dflash2(config, text.hidden_size) if two else {}),
         },
+    }
+
+
+def _dflash2(config: TrainConfig, hidden_size: int) -> dict[str, int]:
+    """What DFlash 2 adds. The selector's candidates are no more than the draft vocabulary has."""
+    return {
+        "conv_kernel_size": CONV_KERNEL,
+        "conv_group_size": math.gcd(CONV_GROUP, hidden_size),
+        "selector_rank": SELECTOR_RANK,
+        "selector_top_k": min(SELECTOR_TOP_K, config.draft_vocab),
     }
 
 

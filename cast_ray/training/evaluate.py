@@ -1,4 +1,4 @@
-"""Step 4: the finished drafter on prompts that it never saw, through the real engine, and how far its masses hold."""
+"""Step 4: the finished drafter on prompts that it never saw, through the real engine. `reliability` has its masses."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ BATCH = 8
 
 
 def evaluate(config: TrainConfig, held_out: list[Answer], drafter: Path, report: Report) -> dict[str, Any]:
-    """Mean round length, all tokens over all rounds, by domain and width, greedy; and reliability of the masses.
+    """Mean round length, all tokens over all rounds, by domain and width, greedy.
 
-    drafter: its exported folder. Returns plain values: widths, prompts, max_tokens, round_length, reliability.
+    drafter: its exported folder. Returns plain values: widths, prompts, max_tokens and round_length.
     """
     widths = ["chain", *(f"fixed:{nodes}" for nodes in WIDTHS)]
     lengths: dict[str, dict[str, float]] = defaultdict(dict)
-    reliability: list[dict[str, Any]] = []
     for number, width in enumerate(widths):
         engine = Engine(_engine_config(config, drafter, width))
         completions = engine.generate(
@@ -38,7 +37,6 @@ def evaluate(config: TrainConfig, held_out: list[Answer], drafter: Path, report:
         "prompts": len(held_out),
         "max_tokens": EVALUATION_TOKENS,
         "round_length": dict(lengths),
-        "reliability": reliability,
     }
 
 

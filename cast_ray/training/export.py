@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from cast_ray.drafters.checkpoint import WEIGHTS
+from cast_ray.drafters.head import SHORTLIST
 from cast_ray.models.loading import LoadedTarget, target_fingerprint
 from cast_ray.training.files import write_json, write_whole
 from cast_ray.training.state import TrainingState
@@ -20,15 +22,26 @@ from cast_ray.training.state import TrainingState
 PAIR = "pair.json"
 
 
-def export(state: TrainingState, config: dict[str, Any], loaded: LoadedTarget, folder: Path) -> None:
-    """Write config.json, model.safetensors (bfloat16) and pair.json. config: the drafter's config.json."""
+def export(
+    state: TrainingState, config: dict[str, Any], vocabulary: Tensor, loaded: LoadedTarget, folder: Path
+) -> None:
+    """Write config.json, model.safetensors (bfloat16), the shortlist and pair.json.
+
+    config: the drafter's config.json. vocabulary: the tokens that it was trained to propose.
+    """
     weights = {name: tensor.detach().clone() for name, tensor in state.network.state_dict().items()}
     # The public format reads features as they are.
     weights["fc.weight"] = weights["fc.weight"] / state.scale
-    public = {name: tensor.to("cpu", torch.bfloat16).contiguous() for name, tensor in weights.items()}
+    public = {public_name(name): tensor.to("cpu", torch.bfloat16).contiguous() for name, tensor in weights.items()}
     write_json(folder / "config.json", config)
     write_whole(folder / WEIGHTS, lambda part: save_file(public, part, metadata={"format": "pt"}))
+    write_whole(folder / SHORTLIST, lambda part: save_file({"token_ids": vocabulary.cpu()}, part))
     write_json(folder / PAIR, pair_record(config, loaded))
+
+
+def public_name(name: str) -> str:
+    """DFlash 2's codebooks are embeddings here and bare tensors in the public format."""
+    return name.removesuffix(".weight") if name.endswith("_codebook.weight") else name
 
 
 def pair_record(config: dict[str, Any], loaded: LoadedTarget) -> dict[str, Any]:

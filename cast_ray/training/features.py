@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from cast_ray.models.attention.sdpa import SdpaBackend
 from cast_ray.models.flatten import PromptChunk, make_step
 from cast_ray.models.loading import LoadedTarget
 from cast_ray.models.target import Target
-from cast_ray.training.answers import SHARD_ROWS, Answer, Report, read_answers
+from cast_ray.training.answers import SHARD_ROWS, Answer, Report
 from cast_ray.training.files import read_json, shard_path, write_json, write_whole
 
 PAGE = 16
 FORWARD_TOKENS = 1536
 # Features of fewer than two next tokens teach nothing.
 LEAST_ANSWER = 2
+TOKENS = "tokens.json"
 
 
 @dataclass(frozen=True)
@@ -60,36 +62,44 @@ class TrainingSequence:
 
 
 def write_features(
-    loaded: LoadedTarget, taps: tuple[int, ...], work: Path, *, top: int, max_tokens: int, report: Report
+    loaded: LoadedTarget,
+    taps: tuple[int, ...],
+    shards: list[tuple[int, list[Answer]]],
+    folder: Path,
+    *,
+    top: int,
+    max_tokens: int,
+    report: Report,
 ) -> None:
-    """Fill `WORK/features` until it holds `max_tokens` tokens. loaded: with the engine's own attention."""
-    folder = work / "features"
-    done: dict[str, int] = read_json(folder / "tokens.json") or {}
+    """Fill `folder` with the features of these shards of answers, until it holds `max_tokens` tokens.
+
+    loaded: with the engine's own attention. top: tokens kept of the target's distribution at each place.
+    """
+    done: dict[str, int] = read_json(folder / TOKENS) or {}
     target: Target | None = None
-    shards = list(read_answers(work))
     for number, answers in shards:
         if sum(done.values()) >= max_tokens:
             break
-        usable = [a for a in answers if len(a.token_ids) >= LEAST_ANSWER]
-        if str(number) in done and shard_path(folder, number, ".safetensors").exists():
+        if str(number) in done:
             continue
         if target is None:
             longest = max(len(a.prompt_ids) + len(a.token_ids) for _, part in shards for a in part)
             # Every sequence starts on a page of its own.
             slots = FORWARD_TOKENS + longest + SHARD_ROWS * PAGE
             target = Target(loaded, SdpaBackend(PAGE), slots, taps)
+        usable = [a for a in answers if len(a.token_ids) >= LEAST_ANSWER]
         if usable:
             tensors = _compute(target, usable, top)
-            write_whole(shard_path(folder, number, ".safetensors"), lambda part, t=tensors: save_file(t, part))
+            write_whole(shard_path(folder, number, ".safetensors"), partial(save_file, tensors))
         done[str(number)] = sum(len(a.prompt_ids) + len(a.token_ids) for a in usable)
-        write_json(folder / "tokens.json", done)
+        write_json(folder / TOKENS, done)
         report("features", len(done), len(shards))
 
 
-def feature_shards(work: Path) -> list[FeatureShard]:
+def feature_shards(folder: Path) -> list[FeatureShard]:
     """What is on disk, in order."""
     found = []
-    for path in sorted((work / "features").glob("*.safetensors")):
+    for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             offsets, prompts = file.get_tensor("offsets").tolist(), file.get_tensor("prompts").tolist()
         found.append(FeatureShard(path, offsets, prompts))
@@ -151,12 +161,12 @@ def choose_taps(layers: int, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(round(first + i * (last - first) / (count - 1)) for i in range(count)))
 
 
-def claim_features(work: Path, settings: dict[str, Any]) -> None:
-    """Note how the features of a work folder are made; ConfigError where they were made otherwise."""
-    path = work / "features" / "settings.json"
+def claim_features(folder: Path, settings: dict[str, Any]) -> None:
+    """Note how the features of a folder are made; ConfigError where they were made otherwise."""
+    path = folder / "settings.json"
     known = read_json(path)
     if known is None:
         write_json(path, settings)
     elif known != settings:
         problem = f"holds features made with {known}, not with {settings}"
-        raise ConfigError(describe("work", str(work), problem, "Use the same settings, or another --work"))
+        raise ConfigError(describe("work", str(folder), problem, "Use the same settings, or another --work"))

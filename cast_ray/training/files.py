@@ -20,6 +20,7 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
         write(part)
         with part.open("rb") as handle:
             os.fsync(handle.fileno())
+        part.chmod(0o644)  # some writers keep their files to themselves
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -6,18 +6,18 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cast_ray.drafters.checkpoint import DFlashConfig
 from cast_ray.request import derive_seed
-from cast_ray.training.batches import Batch, Sequences, channel_scale, draft_vocabulary, make_batch
+from cast_ray.training.batches import Batch, Sequences, channel_scale, make_batch
 from cast_ray.training.config import TrainConfig
 from cast_ray.training.loss import accepted_by_depth, depth_weights, frozen_head_loss, mix_targets
 from cast_ray.training.muon import make_optimisers
 from cast_ray.training.network import block_hidden, new_network
+from cast_ray.training.selector import selector_loss
 from cast_ray.training.state import BEFORE_DECAY, TrainingState, rate_factor
 
 HISTORY_EVERY = 10
@@ -27,10 +27,14 @@ SHORTEST_BLOCK = 4
 
 @dataclass(frozen=True)
 class Frozen:
-    """What the target lends: embedding `[vocab, H]`, the head's rows of the draft vocabulary `[V, H]`, in the compute
-    dtype; place: `[vocab]` int64, a token's row in the head, -1 where it has none."""
+    """What the target lends.
+
+    embedding: `[vocab, H]`; vocabulary: `[V]` int64, the draft vocabulary; head: `[V, H]`, the head's rows of it;
+    place: `[vocab]` int64, a token's row there, -1 where it has none.
+    """
 
     embedding: Tensor
+    vocabulary: Tensor
     head: Tensor
     place: Tensor
 
@@ -38,7 +42,7 @@ class Frozen:
     def of(cls, embedding: Tensor, head: Tensor, vocabulary: Tensor, dtype: torch.dtype) -> Frozen:
         place = torch.full((embedding.shape[0],), -1, dtype=torch.int64, device=embedding.device)
         place[vocabulary] = torch.arange(len(vocabulary), device=embedding.device)
-        return cls(embedding, head[vocabulary].to(dtype), place)
+        return cls(embedding, vocabulary, head[vocabulary].to(dtype), place)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Scores:
 
 def fresh_state(config: TrainConfig, draft: DFlashConfig, sequences: Sequences, device: torch.device) -> TrainingState:
     """A state at step 0, whose feature scale is that of the first sequences."""
-    network = new_network(config.architecture, draft, config.seed).to(device).float().train()
+    network = new_network(draft, config.seed).to(device).float().train()
     some = torch.cat([sequences[i].features for i in range(min(32, len(sequences)))])
     shape = {
         "architecture": config.architecture,
@@ -81,15 +85,12 @@ def train(
     draft: DFlashConfig,
     state: TrainingState,
     sequences: Sequences,
-    embedding: Tensor,
-    head: Tensor,
+    frozen: Frozen,
     dtype: torch.dtype,
     report: Callable[[TrainingState, Scores, float], None],
 ) -> None:
     """Train until `steps`, or for `minutes`. report: called after every step with state, scores and progress 0..1."""
     folder = config.work_dir / "training"
-    vocabulary = draft_vocabulary(config.work_dir, config.draft_vocab, embedding.shape[0]).to(embedding.device)
-    frozen = Frozen.of(embedding, head, vocabulary, dtype)
     plan = _Plan(config, state.seconds)
     if state.decaying and not plan.decays(state.step):
         state.load(folder, BEFORE_DECAY)
@@ -125,12 +126,12 @@ def train_step(
     """One optimiser step at `factor` of the full learning rate."""
     chance = derive_seed(config.seed, "step", state.step)
     size = draft.block_size
-    if config.causal and size > SHORTEST_BLOCK:
+    if config.causal and draft.dflash2 is None and size > SHORTEST_BLOCK:
         size = SHORTEST_BLOCK + chance % (size - SHORTEST_BLOCK + 1)
     chosen = sequences.at_step(config.seed, state.step, config.sequences)
     batch = make_batch(chosen, config.anchors, size, chance).to(frozen.embedding.device, torch.float32)
-    loss, scores = block_loss(config, draft, state.network, state.scale, batch, frozen, dtype)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss, scores = block_loss(config, draft, state, batch, frozen, dtype)
+    loss.backward()
     for optimiser, full in zip(state.optimisers, _full_rates(state.optimisers), strict=True):
         for group in optimiser.param_groups:
             group["lr"] = full * factor
@@ -139,11 +140,21 @@ def train_step(
     return scores
 
 
+def draft_hidden(draft: DFlashConfig, state: TrainingState, batch: Batch, frozen: Frozen, dtype: torch.dtype) -> Tensor:
+    """Hidden states of the positions behind each root, `[S, A, D, H]` in dtype."""
+    device = batch.roots.device
+    tokens = torch.full((*batch.roots.shape, batch.labels.shape[2] + 1), draft.mask_token_id, device=device)
+    tokens[:, :, 0] = batch.root_tokens
+    blocks = torch.nn.functional.embedding(tokens, frozen.embedding).float() * draft.input_scale
+    with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
+        hidden = block_hidden(state.network, batch.features / state.scale, batch.roots, blocks)
+    return hidden[:, :, 1:].to(dtype)
+
+
 def block_loss(
     config: TrainConfig,
     draft: DFlashConfig,
-    network: Any,
-    scale: Tensor,
+    state: TrainingState,
     batch: Batch,
     frozen: Frozen,
     dtype: torch.dtype,
@@ -151,12 +162,7 @@ def block_loss(
     """The loss of a batch, with its graph, and what it says of the drafter."""
     device = batch.roots.device
     depths = batch.labels.shape[2]
-    tokens = torch.full((*batch.roots.shape, depths + 1), draft.mask_token_id, device=device)
-    tokens[:, :, 0] = batch.root_tokens
-    blocks = torch.nn.functional.embedding(tokens, frozen.embedding).float() * draft.input_scale
-    with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
-        hidden = block_hidden(network, batch.features / scale, batch.roots, blocks)[:, :, 1:]
-    rows = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+    rows = draft_hidden(draft, state, batch, frozen, dtype).flatten(0, 2)
 
     labels = batch.labels.reshape(-1)
     real = labels >= 0
@@ -169,8 +175,15 @@ def block_loss(
         config.soft_weight,
         weights / weights.sum(),
     )
-    loss, best, _ = frozen_head_loss(rows, frozen.head, targets)
-    right = (best == drafted).view(-1, depths)
+    selector = state.network.candidate_selector
+    loss, best, _ = frozen_head_loss(rows, frozen.head, targets, selector.top_k if selector else 1)
+    if selector is None:
+        chosen = best[:, 0]
+    else:
+        previous = torch.cat([batch.root_tokens[:, :, None], batch.labels[:, :, :-1].clamp(min=0)], dim=2).reshape(-1)
+        extra, chosen, _ = selector_loss(selector, rows, frozen.head, frozen.vocabulary, previous, best, targets)
+        loss = loss + extra
+    right = (chosen == drafted).view(-1, depths)
     accepted, tried = accepted_by_depth(right, real.view(-1, depths))
     return loss, Scores(float(loss.detach()), accepted.cpu(), tried.cpu())
 

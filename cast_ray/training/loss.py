@@ -31,17 +31,17 @@ class Targets:
 
 class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Targets, top: int) -> tuple[Tensor, Tensor, Tensor]:
         step = max(1, SLICE_BYTES.get(hidden.device.type, 64 << 20) // (4 * head.shape[0]))
         gradient = torch.empty_like(hidden)
         loss = hidden.new_zeros((), dtype=torch.float32)
-        best = torch.empty_like(targets.labels)
+        best = targets.labels.new_empty(hidden.shape[0], top)
         correct_mass = torch.empty_like(targets.weights)
         for start in range(0, hidden.shape[0], step):
             rows = slice(start, start + step)
             ids, probs, weights = targets.ids[rows], targets.probs[rows], targets.weights[rows]
             logits = (hidden[rows] @ head.T).float()
-            best[rows] = logits.argmax(dim=-1)
+            best[rows] = logits.argmax(dim=-1, keepdim=True) if top == 1 else logits.topk(top, dim=-1).indices
             normaliser = logits.logsumexp(dim=-1)
             mass = probs.sum(dim=-1)
             loss += (weights * (mass * normaliser - (probs * logits.gather(1, ids)).sum(dim=-1))).sum()
@@ -58,16 +58,16 @@ class _FrozenHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor, *_: Any) -> Any:
         (gradient,) = ctx.saved_tensors
-        return gradient * scale.to(gradient.dtype), None, None
+        return gradient * scale.to(gradient.dtype), None, None, None
 
 
-def frozen_head_loss(hidden: Tensor, head: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor]:
+def frozen_head_loss(hidden: Tensor, head: Tensor, targets: Targets, top: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Cross entropy of softmax(hidden @ head.T) with the targets, summed by weight.
 
-    hidden: `[n, H]`; head: `[V, H]`, gets no gradient -> the loss, the best token `[n]` int64 and the probability given
-    to the label `[n]` float32, which mean nothing where the label is -1.
+    hidden: `[n, H]`; head: `[V, H]`, gets no gradient -> the loss; the `top` best tokens, best first, `[n, top]` int64;
+    the probability given to the label, `[n]` float32, without meaning where the label is -1.
     """
-    return _FrozenHeadLoss.apply(hidden, head, targets)  # type: ignore[no-any-return, no-untyped-call]
+    return _FrozenHeadLoss.apply(hidden, head, targets, top)
 
 
 def mix_targets(labels: Tensor, soft_ids: Tensor, soft_probs: Tensor, soft_weight: float, weights: Tensor) -> Targets:

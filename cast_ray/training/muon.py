@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from cast_ray.models.loading import resolve_dtype
 
+# The first four of their five iterations: singular values end between 0.4 and 1.6, for a fifth less time a step.
 _POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
     (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
 )
-# A fifth of the step is saved by four iterations for the paper's five, for little.
 # AdamW's learning rate as a share of Muon's.
 ADAM_SHARE = 0.1
 

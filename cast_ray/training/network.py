@@ -14,13 +14,15 @@ from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
 from cast_ray.drafters.checkpoint import DFlashConfig
 from cast_ray.drafters.dflash import DFlashModel
-from cast_ray.errors import ConfigError, describe
 
 
-def new_network(architecture: str, config: DFlashConfig, seed: int) -> nn.Module:
-    """A network with random weights: normal matrices, smaller where they add to the residual stream."""
-    network = network_class(architecture)(config)
-    generator = torch.Generator().manual_seed(seed % 2**63)
+def new_network(config: DFlashConfig, seed: int) -> DFlashModel:
+    """A network with random weights: normal matrices, smaller where they add to the residual stream.
+
+    What DFlash 2 adds starts as if it were not there: convolutions let their rows pass, pair scores are zero.
+    """
+    network = DFlashModel(config)
+    generator = torch.Generator().manual_seed(seed)
     depth = (2 * config.model.num_hidden_layers) ** 0.5
     with torch.no_grad():
         for name, module in network.named_modules():
@@ -29,20 +31,15 @@ def new_network(architecture: str, config: DFlashConfig, seed: int) -> nn.Module
                 if name.endswith(("o_proj", "down_proj")):
                     spread /= depth
                 module.weight.normal_(0.0, spread, generator=generator)
+                if name.endswith("kernel_projection"):
+                    module.weight.zero_()
                 if module.bias is not None:
                     module.bias.zero_()
+        if network.candidate_selector is not None:
+            codebook = network.candidate_selector.predecessor_codebook.weight
+            codebook.normal_(0.0, 1.0, generator=generator)
+            network.candidate_selector.successor_codebook.weight.zero_()
     return network
-
-
-def network_class(architecture: str) -> Any:
-    """The module class of an architecture's name."""
-    if architecture == "dflash":
-        return DFlashModel
-    try:
-        from cast_ray.drafters.dflash2 import DFlash2Model  # type: ignore[import-not-found]
-    except ImportError:
-        raise ConfigError(describe("architecture", architecture, "is not built in", "Use dflash")) from None
-    return DFlash2Model
 
 
 def block_hidden(network: Any, features: Tensor, roots: Tensor, blocks: Tensor) -> Tensor:
@@ -131,7 +128,7 @@ def _attend(
 
 
 def _unseen(positions: Tensor, context: int, layer: Any) -> tuple[Tensor, Tensor | None]:
-    """What block positions do not see: of the context `[S, A, B or 1, C]`, of their block `[B, B]` (None: they see all)."""
+    """What block positions do not see: of the context `[S, A, B or 1, C]`, of their block `[B, B]` (None: nothing)."""
     places = torch.arange(context, device=positions.device)
     unseen = places >= positions[:, :, :1, None]
     offsets = torch.arange(positions.shape[2], device=positions.device)

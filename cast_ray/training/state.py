@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cast_ray.errors import ConfigError, describe
 from cast_ray.training.files import write_whole
@@ -27,7 +27,7 @@ class TrainingState:
     history: one (step, loss, top-1 accuracy at depth 1, expected round length) for every few steps.
     """
 
-    network: nn.Module
+    network: Any
     optimisers: list[torch.optim.Optimizer]
     scale: Tensor
     shape: dict[str, Any]
