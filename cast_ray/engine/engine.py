@@ -261,7 +261,7 @@ class Engine:
         totals.finish_reasons[reason] = totals.finish_reasons.get(reason, 0) + 1
         return Completion(
             request_id=sequence.request_id,
-            text=self.tokenizer.decode(shown, skip_special_tokens=True),
+            text=self.tokenizer.decode(shown, skip_special_tokens=True, clean_up_tokenization_spaces=False),
             token_ids=output,
             finish_reason=reason,
             num_input_tokens=sequence.num_prompt,

@@ -60,10 +60,10 @@ def run_training(config: TrainConfig, console: Console | None = None) -> Path:
 
     seen = {token for _, part in answers for a in part for token in (*a.prompt_ids, *a.token_ids)}
     draft = write_config(config, loaded, seen, work / "training")
-    state = fresh_state(config, draft, sequences, device)
+    embedding, head = lent(loaded)
+    state = fresh_state(config, draft, sequences, embedding, device)
     if state.load(work / "training"):
         console.print(f"going on from step {state.step}", highlight=False)
-    embedding, head = lent(loaded)
     vocabulary = draft_vocabulary(work, config.draft_vocab, embedding.shape[0]).to(device)
     frozen = Frozen.of(embedding, head, vocabulary, dtype)
     with TrainingProgress(console, config) as progress:

@@ -64,9 +64,11 @@ class Scores:
         return 1.0 + float((self.accepted / self.tried.clamp(min=1)).sum())
 
 
-def fresh_state(config: TrainConfig, draft: DFlashConfig, sequences: Sequences, device: torch.device) -> TrainingState:
+def fresh_state(
+    config: TrainConfig, draft: DFlashConfig, sequences: Sequences, embedding: Tensor, device: torch.device
+) -> TrainingState:
     """A state at step 0, whose feature scale is that of the first sequences."""
-    network = new_network(draft, config.seed).to(device).float().train()
+    network = new_network(draft, embedding, config.seed).to(device).float().train()
     some = torch.cat([sequences[i].features for i in range(min(32, len(sequences)))])
     shape = {
         "architecture": config.architecture,
@@ -126,7 +128,7 @@ def train_step(
     """One optimiser step at `factor` of the full learning rate."""
     chance = derive_seed(config.seed, "step", state.step)
     size = draft.block_size
-    if config.causal and draft.dflash2 is None and size > SHORTEST_BLOCK:
+    if config.causal and size > SHORTEST_BLOCK:
         size = SHORTEST_BLOCK + chance % (size - SHORTEST_BLOCK + 1)
     chosen = sequences.at_step(config.seed, state.step, config.sequences)
     batch = make_batch(chosen, config.anchors, size, chance).to(frozen.embedding.device, torch.float32)

@@ -16,10 +16,12 @@ from cast_ray.drafters.checkpoint import DFlashConfig
 from cast_ray.drafters.dflash import DFlashModel
 
 
-def new_network(config: DFlashConfig, seed: int) -> DFlashModel:
+def new_network(config: DFlashConfig, embedding: Tensor, seed: int) -> DFlashModel:
     """A network with random weights: normal matrices, smaller where they add to the residual stream.
 
-    What DFlash 2 adds starts as if it were not there: convolutions let their rows pass, pair scores are zero.
+    embedding: the target's, `[vocab, hidden]`. What DFlash 2 adds starts as if it were not there: convolutions let
+    their rows pass, pair scores are zero. The selector knows a preceding token by a projection of its embedding, so
+    that like tokens start alike.
     """
     network = DFlashModel(config)
     generator = torch.Generator().manual_seed(seed)
@@ -37,7 +39,9 @@ def new_network(config: DFlashConfig, seed: int) -> DFlashModel:
                     module.bias.zero_()
         if network.candidate_selector is not None:
             codebook = network.candidate_selector.predecessor_codebook.weight
-            codebook.normal_(0.0, 1.0, generator=generator)
+            projection = torch.randn(embedding.shape[1], codebook.shape[1], generator=generator)
+            projected = embedding.detach().float().cpu() @ projection
+            codebook.copy_((projected - projected.mean(dim=0)) / projected.std(dim=0).clamp(min=1e-6))
             network.candidate_selector.successor_codebook.weight.zero_()
     return network
 
@@ -78,12 +82,13 @@ def _layer(
 def _before(conv: Any, rows: Tensor) -> tuple[Tensor, Any]:
     if conv is None:
         return rows, None
-    out, kernel = conv.prepare(rows.flatten(0, 1))
+    conv.block_size = rows.shape[2]  # blocks may be cut short in training
+    out, kernel = conv.prepare(rows.flatten(0, 2))
     return out.view_as(rows), (conv, kernel)
 
 
 def _after(conv: Any, rows: Tensor) -> Tensor:
-    return rows if conv is None else conv[0].finish(rows.flatten(0, 1), conv[1]).view_as(rows)
+    return rows if conv is None else conv[0].finish(rows.flatten(0, 2), conv[1]).view_as(rows)
 
 
 def _attend(

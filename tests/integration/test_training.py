@@ -1,0 +1,221 @@
+"""The whole training job on tiny random targets: what it leaves behind, and that kills change none of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from dflash.model import DFlash2DraftModel, DFlashDraftModel
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import Gemma3TextConfig
+
+from cast_ray.config import EngineConfig
+from cast_ray.engine.engine import Engine
+from cast_ray.errors import ConfigError, InputError
+from cast_ray.models.embedded import has_embedded
+from cast_ray.request import SamplingParams
+from cast_ray.training.config import TrainConfig
+from cast_ray.training.driver import run_training
+from tests.support import qwen3, save_tiny_model
+
+SMALL: dict[str, Any] = {
+    "answers": 128,
+    "held_out": 8,
+    "evaluated": 4,
+    "answer_tokens": 12,
+    "layers": 1,
+    "block_size": 4,
+    "draft_vocab": 32,
+    "steps": 12,
+    "sequences": 2,
+    "anchors": 4,
+    "soft_top": 4,
+    "save_every_s": 1e-3,
+    "dtype": "float32",
+    "device": "cpu",
+    "threads": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("target"), qwen3(vocab_size=40), spread=3.0)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    words = [" ".join(f"t{(7 * i + 3 * j) % 40}" for j in range(3 + i % 4)) for i in range(160)]
+    path.write_text("\n".join(json.dumps({"prompt": text, "domain": f"d{i % 2}"}) for i, text in enumerate(words)))
+    return path
+
+
+def _config(target: Path, prompts: Path, work: Path, **changes: Any) -> TrainConfig:
+    return TrainConfig(**{**SMALL, "target": str(target), "prompts": prompts, "work": work, **changes})
+
+
+@pytest.mark.parametrize("architecture", ["dflash", "dflash2"])
+def test_the_export_drafts_here_and_loads_in_the_public_package(
+    architecture: str, target: Path, prompts: Path, tmp_path: Path
+) -> None:
+    config = _config(target, prompts, tmp_path / "work", architecture=architecture)
+    folder = run_training(config, Console(quiet=True))
+    out = Engine(EngineConfig(target=str(target), drafter=str(folder), width="fixed:7", dtype="float32")).generate(
+        ["t1 t2 t3"], SamplingParams(max_tokens=16)
+    )
+    plain = Engine(EngineConfig(target=str(target), drafter="none", width="ar", dtype="float32")).generate(
+        ["t1 t2 t3"], SamplingParams(max_tokens=16)
+    )
+    assert out[0].token_ids == plain[0].token_ids
+    assert out[0].stats.draft_rounds == out[0].stats.rounds
+
+    kind = DFlashDraftModel if architecture == "dflash" else DFlash2DraftModel
+    public, info = kind.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert public.block_size == 4
+
+    pair = json.loads((folder / "pair.json").read_text())
+    assert pair["target"] == str(target)
+    assert pair["target_layer_ids"] == [0, 1, 2]
+    card = (folder / "README.md").read_text()
+    assert "| all |" in card
+    assert "| 3 |" in card  # reliability at the deepest depth
+    assert (folder / "loss.png").exists()
+
+
+def test_training_learns_what_the_target_says(target: Path, prompts: Path, tmp_path: Path) -> None:
+    lengths = []
+    for steps in (1, 150):
+        config = _config(target, prompts, tmp_path / "work", steps=steps, sequences=8, anchors=8, answers=128)
+        folder = run_training(config, Console(quiet=True))
+        lengths.append(json.loads((folder / "evaluation.json").read_text())["round_length"]["all"]["fixed:7"])
+    assert lengths[1] > lengths[0] + 0.1
+
+
+def test_another_kind_of_target_needs_no_other_code(prompts: Path, tmp_path: Path) -> None:
+    gemma = Gemma3TextConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    target = save_tiny_model(tmp_path / "target", gemma)
+    folder = run_training(_config(target, prompts, tmp_path / "work", steps=3, taps=(1,)), Console(quiet=True))
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    assert evaluation["round_length"]["all"]["chain"] >= 1.0
+
+
+@pytest.mark.parametrize("stage", ["answers", "features", "training"])
+def test_a_job_killed_in_any_stage_ends_with_the_same_artefacts(
+    stage: str, target: Path, prompts: Path, tmp_path: Path, unbroken: Path
+) -> None:
+    marker = {
+        "answers": "held_out/00000.parquet",
+        "features": "features/00001.safetensors",
+        "training": "training/last.pt",
+    }[stage]
+    work = tmp_path / "work"
+    job = subprocess.Popen(_command(target, prompts, work), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 120
+        while not (work / marker).exists():
+            assert job.poll() is None, job.stdout.read().decode() if job.stdout else ""
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        os.kill(job.pid, signal.SIGKILL)
+        job.communicate()
+    assert not (work / "drafter" / "README.md").exists(), "it was killed too late to show anything"
+    subprocess.run(_command(target, prompts, work), check=True, capture_output=True)
+    _assert_same(work, unbroken)
+
+
+@pytest.fixture(scope="module")
+def unbroken(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The work folder of a job that nobody killed."""
+    work = tmp_path_factory.mktemp("unbroken")
+    subprocess.run(_command(target, prompts, work), check=True, capture_output=True)
+    return work
+
+
+def _command(target: Path, prompts: Path, work: Path) -> list[str]:
+    settings = {**SMALL, "target": target, "prompts": prompts, "work": work, "evaluated": 0, "steps": 40}
+    settings.pop("soft_top")
+    flags = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return [sys.executable, "-m", "cast_ray.cli", "train-drafter", *flags]
+
+
+def _assert_same(work: Path, other: Path) -> None:
+    for folder in ("held_out", "answers"):
+        names = sorted(path.name for path in (other / folder).iterdir())
+        assert sorted(path.name for path in (work / folder).iterdir()) == names
+        for name in names:
+            assert pq.read_table(work / folder / name) == pq.read_table(other / folder / name)
+    for path in [*sorted((other / "features").glob("*.safetensors")), other / "drafter" / "model.safetensors"]:
+        ours, theirs = load_file(work / path.relative_to(other)), load_file(path)
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            torch.testing.assert_close(ours[name], theirs[name], atol=0.0, rtol=0.0, msg=f"{path.name}: {name}")
+
+
+def test_a_longer_run_goes_on_from_before_the_rate_fell(target: Path, prompts: Path, tmp_path: Path) -> None:
+    run_training(_config(target, prompts, tmp_path / "grown", steps=12, evaluated=0), Console(quiet=True))
+    grown = run_training(_config(target, prompts, tmp_path / "grown", steps=20, evaluated=0), Console(quiet=True))
+    once = run_training(_config(target, prompts, tmp_path / "once", steps=20, evaluated=0), Console(quiet=True))
+    ours, theirs = load_file(grown / "model.safetensors"), load_file(once / "model.safetensors")
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], atol=0.0, rtol=0.0)
+
+
+def test_what_cannot_work_is_said_before_any_work(target: Path, prompts: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no layer of the target's 3"):
+        run_training(_config(target, prompts, tmp_path / "a", taps=(0, 9)), Console(quiet=True))
+    with pytest.raises(InputError, match="cannot be read"):
+        run_training(_config(target, tmp_path / "missing.jsonl", tmp_path / "a"), Console(quiet=True))
+    with pytest.raises(ConfigError, match="Give one of them"):
+        _config(target, prompts, tmp_path / "a", minutes=3.0)
+    assert not (tmp_path / "a" / "answers").exists()
+    run_training(_config(target, prompts, tmp_path / "b", steps=1, evaluated=0), Console(quiet=True))
+    with pytest.raises(ConfigError, match="holds features made with"):
+        run_training(_config(target, prompts, tmp_path / "b", taps=(0,), evaluated=0), Console(quiet=True))
+    with pytest.raises(ConfigError, match="layers 1 there, 2 asked for"):
+        run_training(_config(target, prompts, tmp_path / "b", layers=2, evaluated=0), Console(quiet=True))
+
+
+def test_engine_actors_write_the_same_answers(target: Path, prompts: Path, tmp_path: Path, ray_cluster: None) -> None:
+    folders = []
+    for replicas in (None, 2):
+        work = tmp_path / str(replicas)
+        run_training(_config(target, prompts, work, steps=1, evaluated=0, replicas=replicas), Console(quiet=True))
+        folders.append(work)
+    for path in (folders[0] / "answers").iterdir():
+        assert pq.read_table(path) == pq.read_table(folders[1] / "answers" / path.name)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_embedded(), reason="the embedded target is not installed")
+def test_the_embedded_target_s_drafter_of_a_few_steps_beats_none(tmp_path: Path) -> None:
+    config = TrainConfig(work=tmp_path, answers=64, held_out=8, evaluated=4, answer_tokens=32, steps=20, sequences=4)
+    folder = run_training(config, Console(quiet=True))
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    assert evaluation["round_length"]["all"]["fixed:31"] > 1.1
