@@ -7,6 +7,8 @@ Inverse-CDF sampling would not do: a tiny change of any logit moves the whole cu
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,14 +20,14 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 # Uniforms are (h + 0.5) / 2**32 with a 32-bit hash h, so the noise is bounded: -log(-log(u)).
 _BITS = 32
 GUMBEL_MAX = 22.88  # a little above -log(-log((2**32 - 0.5) / 2**32)) = 22.8739
+# A token further than this behind the best needs noise above it: one hash in 3,000, told by the hash itself.
+_NEAR = 8.0
+_RARE = int(math.exp(-math.exp(-_NEAR)) * 2**_BITS) - 1000  # somewhat lower than exact, to be safe from rounding
 
 
 def keyed_gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """Standard Gumbel noise for (seed, position, token): int64 tensors of one shape -> float64 of that shape."""
-    state = _mix(_mix(_mix(seeds) + positions) + tokens)
-    top = _shift(state, 64 - _BITS)
-    uniform = (top.to(torch.float64) + 0.5) * 2.0**-_BITS
-    return -torch.log(-torch.log(uniform))
+    return _gumbel(_hash(_state(seeds, positions), tokens))
 
 
 def perturbed_scores(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -46,25 +48,53 @@ def choose_tokens(logits: Tensor, temperatures: Tensor | None, seeds: Tensor, po
 
     logits: `[n, vocab]`; temperatures: `[n]` float, 0 is greedy, None says that all are; seeds: `[n]` int64;
     positions: `[n]` int64, index of the emitted token in its request (prompt included) -> `[n]` int64.
-
-    Noise is computed only for tokens that can still win: with the greedy token's score s at hand, a token whose
-    `logit / T` is below s minus the greatest possible noise cannot.
     """
     greedy = logits.argmax(dim=-1)
     if temperatures is None or logits.shape[0] == 0:
         return greedy
-    scaled = logits.float() / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
-    top = scaled.gather(1, greedy[:, None])[:, 0]
-    reached = top.double() + keyed_gumbel(seeds, positions, greedy)
-    floor = torch.where(temperatures > 0, (reached - GUMBEL_MAX).float(), top)
-    rows, tokens = (scaled >= floor[:, None]).nonzero(as_tuple=True)
-    noise = keyed_gumbel(seeds[rows], positions[rows], tokens)
-    scores = scaled[rows, tokens].double() + torch.where(temperatures[rows] > 0, noise, 0.0)
-    best = torch.full_like(top, float("-inf"), dtype=torch.float64).scatter_reduce_(0, rows, scores, "amax")
+    sampled = (temperatures > 0).nonzero()[:, 0]
+    scaled = logits[sampled].float() / temperatures[sampled, None]
+    tokens = _sample(scaled, greedy[sampled], _state(seeds[sampled], positions[sampled]))
+    return greedy.index_copy(0, sampled, tokens)
+
+
+def _sample(scaled: Tensor, greedy: Tensor, state: Tensor) -> Tensor:
+    """Gumbel-max over `scaled` `[n, vocab]` float32, with noise only for tokens that can still win.
+
+    The greedy token with its noise sets the mark. A token more than GUMBEL_MAX below the mark cannot reach it; one more
+    than _NEAR below can only with rare noise, which its hash tells before any logarithm is taken.
+    """
+    rows = torch.arange(scaled.shape[0], device=scaled.device)
+    mark = scaled.gather(1, greedy[:, None])[:, 0].double() + _gumbel(_hash(state, greedy))
+    near = (mark - _NEAR).float()[:, None]
+    far = (mark - GUMBEL_MAX).float()[:, None]
+    near_rows, near_tokens = (scaled >= near).nonzero(as_tuple=True)
+    far_rows, far_tokens = ((scaled >= far) & (scaled < near)).nonzero(as_tuple=True)
+    lucky = (_hash(state[far_rows], far_tokens) >= _RARE).nonzero()[:, 0]
+    # The greedy token itself stands at the end: with very high noise it is not among those near its own mark.
+    rows = torch.cat([near_rows, far_rows[lucky], rows])
+    tokens = torch.cat([near_tokens, far_tokens[lucky], greedy])
+    scores = scaled[rows, tokens].double() + _gumbel(_hash(state[rows], tokens))
+    best = scores.new_full((scaled.shape[0],), float("-inf")).scatter_reduce_(0, rows, scores, "amax")
     # Exact ties go to the lowest token id, as argmax has them.
-    vocab = logits.shape[1]
+    vocab = scaled.shape[1]
     contender = torch.where(scores == best[rows], tokens, vocab)
     return torch.full_like(greedy, vocab).scatter_reduce_(0, rows, contender, "amin")
+
+
+def _state(seeds: Tensor, positions: Tensor) -> Tensor:
+    """What all tokens of a row share of their hash."""
+    return _mix(_mix(seeds) + positions)
+
+
+def _hash(state: Tensor, tokens: Tensor) -> Tensor:
+    """The 32-bit hash of (seed, position, token), as int64."""
+    return _shift(_mix(state + tokens), 64 - _BITS)
+
+
+def _gumbel(hashed: Tensor) -> Tensor:
+    uniform = (hashed.to(torch.float64) + 0.5) * 2.0**-_BITS
+    return -torch.log(-torch.log(uniform))
 
 
 def _shift(values: Tensor, bits: int) -> Tensor:
