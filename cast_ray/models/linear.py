@@ -36,9 +36,9 @@ class FewRowsLinear(nn.Linear):
 def few_rows_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`rows @ weight^T + bias`: rows `[n, in]`, weight `[out, in]` -> `[n, out]`, contiguous."""
     count = rows.shape[0]
-    if count == 1:
-        # One row would be a matrix-vector product, which is slower than this with two.
-        rows = rows.repeat(2, 1)
+    if count in (1, 3):
+        # One row would be a matrix-vector product, three have no kernel of their own: two and four are faster.
+        rows = F.pad(rows, (0, 0, 0, 1))
     out = torch.mm(weight, rows.t())[:, :count].t().contiguous()
     return out if bias is None else out.add_(bias)
 
