@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cast_ray.errors import ConfigError, describe
 
 ENV_PREFIX = "CAST_RAY_"
-Settings = TypeVar("Settings", bound="_Settings")
+Kind = TypeVar("Kind", bound="Settings")
 
 
-class _Settings(BaseModel):
+class Settings(BaseModel):
     """Frozen, strict about names, and with errors that name the field, the value and the remedy."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -35,7 +35,7 @@ class _Settings(BaseModel):
         return type(self)(**{**self.model_dump(), **changes})
 
 
-class EngineConfig(_Settings):
+class EngineConfig(Settings):
     """One engine on one device. `EngineConfig()` runs the embedded target and drafter on whatever is here."""
 
     target: str = Field("embedded", description="HF folder, hub id, .gguf file, or 'embedded' (SmolLM2-135M-Instruct)")
@@ -64,7 +64,7 @@ class EngineConfig(_Settings):
     trust_remote_code: bool = Field(False, description="run modelling code shipped with a checkpoint")
 
 
-class PoolConfig(_Settings):
+class PoolConfig(Settings):
     """The engine actors of a job."""
 
     replicas: int | None = Field(
@@ -75,7 +75,7 @@ class PoolConfig(_Settings):
     row_attempts: int = Field(3, ge=1, description="engines that a row may go down with before it is given up")
 
 
-class BatchConfig(_Settings):
+class BatchConfig(Settings):
     """A batch job: rows in, rows with outputs out."""
 
     engine: EngineConfig = Field(default_factory=lambda: EngineConfig())
@@ -103,8 +103,8 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> str:
 
 
 def load_settings(
-    kind: type[Settings], path: str | Path | None = None, overrides: dict[str, Any] | None = None
-) -> Settings:
+    kind: type[Kind], path: str | Path | None = None, overrides: dict[str, Any] | None = None
+) -> Kind:
     """Settings from overrides, then a YAML file, then the environment, then defaults.
 
     overrides: nested mapping; a `None` means "not said". Environment names are `CAST_RAY_` and the field's path in

@@ -8,13 +8,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from cast_ray.config import _Settings, cache_dir
+from cast_ray.config import Settings, cache_dir
 from cast_ray.errors import ConfigError, describe
 
 LEAST_ANSWERS = 1000
 
 
-class TrainConfig(_Settings):
+class TrainConfig(Settings):
     """One drafter for one target."""
 
     target: str = Field("embedded", description="HF folder, hub id, .gguf file, or 'embedded'")
