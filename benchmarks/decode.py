@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--target", default="embedded")
     parser.add_argument("--drafter", default="embedded")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--prompts", type=Path, help="folder of DOMAIN.jsonl; default: the repository's own few")
+    parser.add_argument("--prompts", type=Path, help="folder of DOMAIN.jsonl; default: ../shared/data/prompts, or the tests' few")
     parser.add_argument("--count", type=int, default=10, help="prompts a domain")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--widths", default=",".join(POLICIES), help="our policies, by commas; ar is always there")

@@ -130,8 +130,9 @@ class Comparison:
         scores = perturbed_scores(
             logits, torch.tensor([temperature]), torch.tensor([seed]), torch.tensor([prefix.shape[1]])
         )
-        best = scores[0].topk(2).values
+        best, contenders = scores[0].topk(2)
         gap = float(best[0] - best[1])
+        assert {ours[parted], reference[parted]} == set(contenders.tolist()), "neither token is among the two best"
         assert gap < TIE, f"token {parted}: {ours[parted]} instead of {reference[parted]}, scores {gap:.2e} apart"
         self.ties += 1
 
@@ -141,19 +142,23 @@ class Comparison:
         assert self.ties <= 1 + self.tokens * TIES_PER_TOKEN, f"{self.ties} near-ties in {self.tokens} tokens"
 
 
+# A tiny model's shape, with so few tokens that a tree often holds the right one.
+TINY: dict[str, Any] = {
+    "vocab_size": 12,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+
 def qwen3(**changes: Any) -> Qwen3Config:
-    """A tiny Qwen3 with so few tokens that a tree often holds the right one."""
-    settings: dict[str, Any] = {
-        "vocab_size": 12,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "eos_token_id": None,
-        "bos_token_id": None,
-        "tie_word_embeddings": False,
-    }
-    return Qwen3Config(**{**settings, **changes})
+    """A tiny Qwen3."""
+    return Qwen3Config(**{**TINY, **changes})

@@ -60,15 +60,32 @@ class Probe:
         self._max_context = min(max_context, slots) - self._room
         self._slots = slots
 
+    def settings(self) -> dict[str, int]:
+        """What decides which points there are: a part of the key of profiles."""
+        return {
+            "max_batch": self.max_batch,
+            "max_nodes": self.max_nodes,
+            "max_context": self._max_context,
+            "top_k": self.top_k,
+            "page_size": self.page_size,
+        }
+
     @torch.inference_mode()
-    def measure(self, seconds: float) -> tuple[LatencyTable, bool]:
-        """The table of this device, within about `seconds`; False says that the time was up before all was measured."""
+    def measure(self, seconds: float, known: LatencyTable | None = None) -> tuple[LatencyTable, bool]:
+        """The table of this device, within about `seconds`; False says that the time was up before all was measured.
+
+        known: what an earlier run had measured when its time was up; it is kept and gone on from.
+        """
         deadline = time.perf_counter() + seconds
+        verify: list[LatencyPoint] = list(known.verify) if known else []
+        draft: list[DraftPoint] = list(known.draft) if known else []
+        verified = {(point.tokens, point.batch, point.context) for point in verify}
+        drafted = {(point.batch, point.context) for point in draft}
         self._fill_pool()
-        verify: list[LatencyPoint] = []
-        draft: list[DraftPoint] = []
         complete = True
         for batch, context, nodes in self._points():
+            if (batch, context) in drafted if nodes is None else (batch * (nodes + 1), batch, context) in verified:
+                continue
             # The first verification and the first draft are needed whatever they take.
             needed = not draft if nodes is None else not verify
             if not needed and time.perf_counter() > deadline:

@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,26 @@ from cast_ray.config import cache_dir
 from cast_ray.errors import ConfigError
 from cast_ray.width.latency import LatencyTable
 
-FORMAT = 1
+FORMAT = 2
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Profile:
+    """What was measured, and whether that is all the probe has to measure."""
+
+    table: LatencyTable
+    complete: bool
+
+
 def profile_key(
-    device: torch.device, dtype: torch.dtype, target: dict[str, Any], drafter: dict[str, Any] | None, max_batch: int
+    device: torch.device,
+    dtype: torch.dtype,
+    target: dict[str, Any],
+    drafter: dict[str, Any] | None,
+    probe: dict[str, Any],
 ) -> dict[str, Any]:
-    """Everything that a measured latency depends on, as plain values."""
+    """Everything that a measured latency depends on, and what was to be measured, as plain values."""
     return {
         "format": FORMAT,
         "device": device_name(device),
@@ -36,7 +49,7 @@ def profile_key(
         "dtype": str(dtype).removeprefix("torch."),
         "target": target,
         "drafter": drafter,
-        "max_batch": max_batch,
+        "probe": probe,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -48,14 +61,14 @@ def profile_path(key: dict[str, Any], folder: Path | None) -> Path:
     return (folder or cache_dir() / "profiles") / f"{digest}.json"
 
 
-def load_profile(key: dict[str, Any], folder: Path | None) -> LatencyTable | None:
-    """The saved table, or None when there is none; a damaged or foreign file is named in the log and ignored."""
+def load_profile(key: dict[str, Any], folder: Path | None) -> Profile | None:
+    """The saved profile, or None when there is none; a damaged or foreign file is named in the log and ignored."""
     path = profile_path(key, folder)
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["key"] != json.loads(json.dumps(key)):
             raise ConfigError("it was measured under other conditions")
-        return LatencyTable.from_dict(saved["latency"])
+        return Profile(LatencyTable.from_dict(saved["latency"]), bool(saved["complete"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -63,13 +76,14 @@ def load_profile(key: dict[str, Any], folder: Path | None) -> LatencyTable | Non
         return None
 
 
-def save_profile(key: dict[str, Any], table: LatencyTable, folder: Path | None) -> Path:
+def save_profile(key: dict[str, Any], profile: Profile, folder: Path | None) -> Path:
     """Write the profile; a folder that cannot be written costs the next start a probe, no more."""
     path = profile_path(key, folder)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-            json.dump({"key": key, "latency": table.to_dict()}, file, indent=1)
+            saved = {"key": key, "complete": profile.complete, "latency": profile.table.to_dict()}
+            json.dump(saved, file, indent=1)
         os.replace(file.name, path)
     except OSError as error:
         logger.warning("profile %s could not be saved (%s); the next start measures again", path, error)

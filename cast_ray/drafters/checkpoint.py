@@ -94,7 +94,8 @@ def read_config(folder: Path) -> DFlashConfig:
     block = raw.get("dflash_config") or {}
 
     def value(name: str, default: Any = None) -> Any:
-        return block.get(name, raw.get(name, default))
+        found = block.get(name, raw.get(name))
+        return default if found is None else found
 
     mask_token_id = value("mask_token_id")
     taps = value("target_layer_ids")

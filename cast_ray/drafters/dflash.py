@@ -259,6 +259,8 @@ def load_dflash(folder: Path, config: DFlashConfig, target: Target, slots: int, 
         remedy = "Give a folder with safetensors weights"
         raise DrafterError(describe("drafter", str(folder / WEIGHTS), problem, remedy)) from None
     network = build_network(config, weights, folder).to(target.device, target.dtype).eval()
+    # The cast rounds the rotary frequencies too; far positions need them in float32.
+    network.rotary_emb = Qwen3RotaryEmbedding(config.model).to(target.device)
     speed_up_linears(network)
     shortlist = read_shortlist(folder, target.vocab_size, target.device)
     return DFlashDrafter(config, network, target, slots, page_size, shortlist)

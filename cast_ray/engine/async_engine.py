@@ -26,7 +26,7 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig | None = None) -> None:
         self._engine = Engine(config)
         self._wake = threading.Condition()
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[tuple[Callable[[], None], Future[Any] | None]] = deque()
         self._pending: dict[str, Future[Completion]] = {}
         self._failure: BaseException | None = None
         self._closed = False
@@ -55,7 +55,10 @@ class AsyncEngine:
             return self._engine.stats()
         future: Future[dict[str, Any]] = Future()
         self._post(lambda: future.set_result(self._engine.stats()), future)
-        return future.result()
+        try:
+            return future.result()
+        except EngineError:  # it failed meanwhile; what it counted is still there
+            return self._engine.stats()
 
     def render(self, prompt: Prompt) -> list[int]:
         """See Engine.render."""
@@ -76,7 +79,7 @@ class AsyncEngine:
     def _post(self, action: Callable[[], None], future: Future[Result] | None) -> None:
         with self._wake:
             if self.healthy:
-                self._inbox.append(action)
+                self._inbox.append((action, future))
                 self._wake.notify()
                 return
         if future is not None:
@@ -117,22 +120,24 @@ class AsyncEngine:
         with self._wake:
             while not (self._inbox or self._engine.has_work or self._closed):
                 self._wake.wait()
-            actions = list(self._inbox)
-            self._inbox.clear()
-        for action in actions:
-            action()
+        # Taken out only when it is done: what is still here when an action fails is failed with it.
+        while self._inbox:
+            self._inbox[0][0]()
+            self._inbox.popleft()
 
     def _fail_pending(self) -> None:
         """The loop has ended: nobody may wait for ever."""
         with self._wake:
             self._closed = True
             waiting, self._inbox = list(self._inbox), deque()
-        for action in waiting:
-            action()
         error = self._error()
+        # Nothing is asked of the engine any more: it may be what failed.
         for future in self._pending.values():
             future.set_exception(error)
         self._pending.clear()
+        for _, queued in waiting:
+            if queued is not None and queued.set_running_or_notify_cancel():
+                queued.set_exception(error)
 
     def _error(self) -> EngineError:
         if self._failure is None:

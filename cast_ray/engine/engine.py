@@ -6,16 +6,17 @@ import secrets
 import time
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from cast_ray.calibration.profile import device_name
 from cast_ray.config import EngineConfig
+from cast_ray.engine.prompts import pair_params, render
 from cast_ray.engine.round import RoundRunner
 from cast_ray.engine.scheduler import Scheduler, Sequence
 from cast_ray.engine.setup import build
-from cast_ray.errors import RequestError, describe
+from cast_ray.errors import RequestError
 from cast_ray.models.kv_cache import PageAllocator
 from cast_ray.request import Completion, Prompt, SamplingParams
 
@@ -34,7 +35,10 @@ class Event:
 
 @dataclass
 class Totals:
-    """Sums over an engine's life; times in wall ms. A request-round is one request's part in one round."""
+    """Sums over an engine's life; times in wall ms. A request-round is one request's part in one round.
+
+    prefill_ms: steps of prompt chunks alone; chunks that rode along with a round are in its verify_ms.
+    """
 
     requests_finished: int = 0
     input_tokens: int = 0
@@ -84,7 +88,7 @@ class Engine:
             top_k=self.config.candidates_per_depth,
             max_context=parts.max_context,
         )
-        self._events: list[Event] = []
+        self._last_width = 0
         self.totals = Totals()
 
     def generate(
@@ -95,7 +99,7 @@ class Engine:
         prompts: strings (raw text), chats (lists of messages, through the model's chat template) or lists of token ids.
         sampling_params: one for all, or one for each. Raises RequestError, before any work, naming the bad prompt.
         """
-        chosen = self._pair_params(prompts, sampling_params)
+        chosen = pair_params(prompts, sampling_params)
         rendered = []
         for number, prompt in enumerate(prompts):
             try:
@@ -107,34 +111,21 @@ class Engine:
         for request_id, tokens, params in zip(ids, rendered, chosen, strict=True):
             self.submit(request_id, tokens, params)
         done: dict[str, Completion] = {}
-        while len(done) < len(ids):
-            for event in self.step():
-                if event.completion is not None:
-                    done[event.request_id] = event.completion
+        try:
+            while len(done) < len(ids):
+                for event in self.step():
+                    if event.completion is not None:
+                        done[event.request_id] = event.completion
+        finally:
+            # Interrupted: the next call must not find these running.
+            for request_id in ids:
+                if request_id not in done:
+                    self.abort(request_id)
         return [done[request_id] for request_id in ids]
 
     def render(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; RequestError when it is empty or of no known kind."""
-        if isinstance(prompt, str):
-            tokens = list(self.tokenizer(prompt)["input_ids"])
-        elif isinstance(prompt, list) and prompt and all(isinstance(item, dict) for item in prompt):
-            tokens = self._render_chat(prompt)
-        elif isinstance(prompt, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
-            vocab = self._parts.target.vocab_size
-            tokens = cast(list[int], list(prompt))
-            bad = [t for t in tokens if not 0 <= t < vocab]
-            if bad:
-                raise RequestError(
-                    describe("prompt", bad[0], f"is no token id below {vocab}", "Use the target's tokenizer")
-                )
-        else:
-            problem = "is neither text, chat messages nor token ids"
-            raise RequestError(
-                describe("prompt", prompt, problem, "Give a string, a list of messages, or a list of ids")
-            )
-        if not tokens:
-            raise RequestError(describe("prompt", prompt, "has no tokens", "Give at least one"))
-        return tokens
+        return render(prompt, self._parts.loaded, self._parts.target.vocab_size)
 
     def submit(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Queue a request; RequestError when it can never run."""
@@ -162,12 +153,14 @@ class Engine:
     def step(self) -> list[Event]:
         """One round for every decoding request, with prompt chunks of others in the same forward."""
         scheduler, config = self._scheduler, self.config
-        decoding = sum(s.decoding for s in scheduler.running) * (self._parts.policy.max_nodes + 1)
+        # Trees take as many tokens as they need; prompts get what the last round's width would leave of a step.
+        decoding = sum(s.decoding for s in scheduler.running) * (self._last_width + 1)
         budget = max(config.max_step_tokens - decoding, int(config.max_step_tokens * PROMPT_SHARE))
         plan = scheduler.plan(budget)
         if not plan.decoding and not plan.chunks:
             return []
         outcome = self._rounds.run(plan, scheduler.tables, self._keep)
+        self._last_width = max(outcome.widths, default=self._last_width)
         totals = self.totals
         totals.steps += 1
         if not plan.decoding:
@@ -196,7 +189,7 @@ class Engine:
         rounds = totals.request_rounds
         return {
             "target": parts.loaded.name,
-            "drafter": self.config.drafter,
+            "drafter": parts.drafter_name,
             "device": {
                 "name": device_name(parts.device),
                 "dtype": str(parts.target.dtype).removeprefix("torch."),
@@ -269,27 +262,6 @@ class Engine:
             stats=sequence.stats,
         )
 
-    def _render_chat(self, messages: list[Any]) -> list[int]:
-        for number, message in enumerate(messages):
-            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-                problem = "must have a role and a content, both text"
-                raise RequestError(
-                    describe(f"messages[{number}]", message, problem, 'Write {"role": "user", "content": …}')
-                )
-        if not self.tokenizer.chat_template:
-            problem = f"target {self._parts.loaded.name!r} has no chat template"
-            raise RequestError(describe("messages", messages, problem, "Give text prompts, or a chat model"))
-        try:
-            return list(
-                self.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=True, return_dict=False
-                )
-            )
-        except Exception as error:  # templates are code of the model's own and raise what they like
-            raise RequestError(
-                describe("messages", messages, f"the chat template refuses them ({error})", "See its rules")
-            ) from None
-
     def _check_length(self, tokens: list[int], params: SamplingParams) -> None:
         if len(tokens) >= self.max_context:
             problem = f"{len(tokens)} tokens leave no room for an answer in a context of {self.max_context}"
@@ -302,21 +274,3 @@ class Engine:
             raise RequestError(
                 f"prompt: {problem}, the pool has {pool * page}. Lower max_tokens or raise kv_cache_tokens."
             )
-
-    def _pair_params(
-        self, prompts: List[Prompt], params: SamplingParams | List[SamplingParams] | None
-    ) -> list[SamplingParams]:
-        if isinstance(prompts, str) or not isinstance(prompts, list | tuple):
-            raise RequestError(
-                describe("prompts", prompts, "must be a list of prompts", "Wrap a single prompt in a list")
-            )
-        if prompts and isinstance(prompts[0], dict | int):
-            raise RequestError(
-                describe("prompts", prompts[0], "looks like a part of one prompt", "Wrap the prompt in a list")
-            )
-        if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            problem = f"{len(params)} given for {len(prompts)} prompts"
-            raise RequestError(f"sampling_params: {problem}. Give one for all, or one for each.")
-        return list(params)

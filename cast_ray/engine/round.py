@@ -82,7 +82,7 @@ class RoundRunner:
 
         tree, drafted = self._draft(batch)
         chosen = self._choose(tree, batch) if drafted else torch.zeros_like(batch.seeds)
-        widths: list[int] = chosen.tolist()  # the first of two reads of the device in a round
+        widths: list[int] = chosen.tolist()
         masses, tree = tree.masses, tree.slice(max(widths))
         draft_ms = clock.lap()
 
@@ -93,7 +93,7 @@ class RoundRunner:
         output = self.target.forward(step, torch.arange(rows.group.rows, device=tables.device))
         emitted = rows.unflatten(_emit(output.logits, rows, batch))
         accepted = accept(emitted, tree, chosen, rows.mask)
-        read = torch.cat([accepted.lengths[:, None], accepted.tokens], dim=1).tolist()  # the second
+        read = torch.cat([accepted.lengths[:, None], accepted.tokens], dim=1).tolist()
         verify_ms = clock.lap()
 
         if drafted:
@@ -105,7 +105,10 @@ class RoundRunner:
             going_on.append(0 if ends else len(kept))
         self._commit(batch.roots, rows, accepted, going_on, output.features)
         self._commit_prompts(plan, step, rows.group.rows, output.features)
-        return Outcome(committed, widths, drafted, draft_ms, verify_ms, plan_ms + clock.lap())
+        host_ms = plan_ms + clock.lap()
+        if not drafted:
+            draft_ms, host_ms = 0.0, host_ms + draft_ms
+        return Outcome(committed, widths, drafted, draft_ms, verify_ms, host_ms)
 
     def _run_prompts(self, plan: Plan, tables: Tensor) -> Outcome:
         clock = _Clock()

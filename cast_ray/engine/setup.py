@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from cast_ray.calibration.probe import Probe
-from cast_ray.calibration.profile import load_profile, profile_key, save_profile
+from cast_ray.calibration.profile import Profile, load_profile, profile_key, save_profile
 from cast_ray.config import EngineConfig
 from cast_ray.drafters.base import Drafter
 from cast_ray.drafters.checkpoint import EMBEDDED, DFlashConfig, check_pair, find_drafter, read_config
@@ -20,7 +20,7 @@ from cast_ray.models.attention.sdpa import SdpaBackend
 from cast_ray.models.kv_cache import KVCache
 from cast_ray.models.linear import speed_up_linears
 from cast_ray.models.loading import LoadedTarget, load_target, resolve_device, resolve_dtype, target_fingerprint
-from cast_ray.models.target import ATTENTION_NAME, Target, kv_shape
+from cast_ray.models.target import ATTENTION_NAME, Target, kv_shape, short_context
 from cast_ray.width.latency import LatencyTable
 from cast_ray.width.policy import WidthPolicy, make_policy, needs_latency
 
@@ -35,6 +35,7 @@ class Parts:
     loaded: LoadedTarget
     target: Target
     drafter: Drafter | None
+    drafter_name: str  # what was loaded, `none` without one
     policy: WidthPolicy
     latency: LatencyTable | None
     device: torch.device
@@ -81,7 +82,7 @@ def build(config: EngineConfig) -> Parts:
     if pair:
         draft = pair[1].model
         per_token += KVCache.bytes_per_token(draft.num_hidden_layers, draft.num_key_value_heads, draft.head_dim, dtype)
-    num_pages = _num_pages(config, max_context + scratch, per_token, device)
+    num_pages = _num_pages(config, max_context, scratch, per_token, device)
     slots = num_pages * config.page_size
 
     speed_up_linears(loaded.model)
@@ -89,7 +90,8 @@ def build(config: EngineConfig) -> Parts:
     drafter = load_dflash(pair[0], pair[1], target, slots, config.page_size) if pair else None
     latency = _latency(config, target, drafter, max_context) if measured else None
     policy = make_policy(spec, block_size=block_size, max_nodes=config.max_nodes, latency=latency)
-    return Parts(loaded, target, drafter, policy, latency, device, max_context, num_pages, scratch)
+    drafter_name = "none" if pair is None else config.target if config.drafter == "auto" else str(config.drafter)
+    return Parts(loaded, target, drafter, drafter_name, policy, latency, device, max_context, num_pages, scratch)
 
 
 def _find_pair(config: EngineConfig) -> tuple[Path, DFlashConfig] | None:
@@ -106,17 +108,22 @@ def _find_pair(config: EngineConfig) -> tuple[Path, DFlashConfig] | None:
 
 
 def _max_context(config: EngineConfig, loaded: LoadedTarget) -> int:
+    most = loaded.max_context
+    fixed = short_context(loaded.model.config.get_text_config())
+    if fixed is not None and fixed < most:
+        most = fixed
+        logger.warning("target %r: contexts end at %d tokens, where its rotary frequencies change", loaded.name, most)
     if config.max_context is None:
-        return loaded.max_context
-    if config.max_context > loaded.max_context:
-        problem = f"is more than the {loaded.max_context} tokens that target {loaded.name!r} was made for"
-        raise ConfigError(describe("max_context", config.max_context, problem, f"Use at most {loaded.max_context}"))
+        return most
+    if config.max_context > most:
+        problem = f"is more than the {most} tokens that target {loaded.name!r} can hold here"
+        raise ConfigError(describe("max_context", config.max_context, problem, f"Use at most {most}"))
     return config.max_context
 
 
-def _num_pages(config: EngineConfig, longest: int, bytes_per_token: int, device: torch.device) -> int:
+def _num_pages(config: EngineConfig, max_context: int, scratch: int, bytes_per_token: int, device: torch.device) -> int:
     """Pages of the pool: what was asked for, else a share of the free memory and no more than can be used."""
-    wanted = config.max_batch_size * longest
+    wanted = config.max_batch_size * (max_context + scratch)
     if config.kv_cache_tokens is not None:
         wanted = config.kv_cache_tokens
     else:
@@ -124,7 +131,7 @@ def _num_pages(config: EngineConfig, longest: int, bytes_per_token: int, device:
         if free is not None:
             wanted = min(wanted, int(free * MEMORY_SHARE) // bytes_per_token)
     pages = wanted // config.page_size
-    least = -(-(2 + max(config.max_nodes + 1, 2)) // config.page_size)
+    least = -(-(2 + scratch) // config.page_size)  # a prompt of one token, an answer of one
     if pages < least:
         problem = f"{wanted} tokens of {bytes_per_token} bytes are too few for one request"
         remedy = f"Free some memory, or set kv_cache_tokens to {least * config.page_size} or more"
@@ -149,12 +156,6 @@ def _free_memory(device: torch.device) -> int | None:
 
 def _latency(config: EngineConfig, target: Target, drafter: Drafter | None, max_context: int) -> LatencyTable:
     """The saved table of this device and pair, else a new one."""
-    shape = drafter.shape() if drafter is not None else None
-    key = profile_key(target.device, target.dtype, target_fingerprint(target.loaded), shape, config.max_batch_size)
-    saved = load_profile(key, config.profile_dir)
-    if saved is not None:
-        return saved
-    logger.info("measuring %s, at most %.0f s", key["device"], config.probe_seconds)
     probe = Probe(
         target,
         drafter,
@@ -164,10 +165,16 @@ def _latency(config: EngineConfig, target: Target, drafter: Drafter | None, max_
         max_context=max_context,
         top_k=config.candidates_per_depth,
     )
-    table, complete = probe.measure(config.probe_seconds)
-    if complete:
-        save_profile(key, table, config.profile_dir)
-    else:
-        # A device that is busy with something else: good enough for now, not for next time.
-        logger.warning("%.0f s were too short to measure this device in full: not saved", config.probe_seconds)
+    shape = drafter.shape() if drafter is not None else None
+    key = profile_key(target.device, target.dtype, target_fingerprint(target.loaded), shape, probe.settings())
+    saved = load_profile(key, config.profile_dir)
+    if saved is not None and saved.complete:
+        return saved.table
+    logger.info("measuring %s, at most %.0f s", key["device"], config.probe_seconds)
+    table, complete = probe.measure(config.probe_seconds, saved.table if saved else None)
+    if not complete:
+        logger.warning(
+            "%.0f s were too short to measure this device in full: the next start goes on", config.probe_seconds
+        )
+    save_profile(key, Profile(table, complete), config.profile_dir)
     return table

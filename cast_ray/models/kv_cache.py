@@ -53,7 +53,7 @@ class PageAllocator:
             raise EngineError(f"{self.num_free} KV pages counted as free, {int(self._free.sum())} are")
 
     def _first_run(self, count: int) -> int | None:
-        """Start of the shortest-index run of `count` free pages, or None."""
+        """Start of the lowest run of `count` free pages, or None."""
         if count == 0:
             return 0
         edges = np.flatnonzero(np.diff(np.concatenate(([False], self._free, [False])).astype(np.int8)))

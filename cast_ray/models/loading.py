@@ -111,7 +111,10 @@ def target_fingerprint(loaded: LoadedTarget) -> dict[str, Any]:
         "architecture": type(loaded.model).__name__,
         "hidden_size": config.hidden_size,
         "layers": config.num_hidden_layers,
+        "intermediate_size": getattr(config, "intermediate_size", None),
         "heads": config.num_attention_heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None),
+        "experts": getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None),
         "vocab_size": config.vocab_size,
     }
 

@@ -128,6 +128,24 @@ def kv_shape(config: Any) -> tuple[int, int, int]:
                 "Use a target whose layers all attend: Llama, Qwen3, Qwen3-MoE, Mistral, Gemma 2 and 3, gpt-oss",
             )
         )
+    if getattr(config, "kv_lora_rank", None):
+        problem = "keeps compressed keys and values (multi-head latent attention), which this cache has no place for"
+        raise ModelError(describe("target", config.model_type, problem, "Use a target with plain or grouped heads"))
     heads = int(config.num_attention_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return int(config.num_hidden_layers), int(getattr(config, "num_key_value_heads", None) or heads), int(head_dim)
+
+
+def short_context(config: Any) -> int | None:
+    """Positions up to which a text config's rotary frequencies are fixed; None where they are for all.
+
+    LongRoPE takes other frequencies as soon as any position of a forward lies beyond: one long request would change
+    the others of its batch.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    if not any(part.get("rope_type") == "longrope" for part in kinds):
+        return None
+    limits = [part.get("original_max_position_embeddings") for part in kinds]
+    limits.append(getattr(config, "original_max_position_embeddings", None))
+    return min((int(limit) for limit in limits if limit), default=None)

@@ -17,7 +17,7 @@ from cast_ray.errors import ConfigError, describe
 from cast_ray.width.curve import Array, between, pool_adjacent
 
 FORMAT_VERSION = 1
-REMEASURE = "Measure this device again with `cast-ray calibrate`"
+REMEASURE = "Remove the profile, and the next start measures this device again"
 
 
 @dataclass(frozen=True)

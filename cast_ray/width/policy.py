@@ -123,7 +123,9 @@ class DeploymentWidth:
         if self.estimate.rounds >= self._settle_at:
             self._settle_at = 2 * self.estimate.rounds
             self._round_lengths = self.estimate.mean(self.max_nodes)
-            self._widths.clear()
+            # Worked out anew for what was met so far, so that a report always has the widths in force.
+            middle = {bucket: (bucket + 0.5) * CONTEXT_BUCKET for _, bucket in self._widths}
+            self._widths = {(batch, bucket): self._best(batch, middle[bucket]) for batch, bucket in self._widths}
 
     def report(self) -> dict[str, object]:
         """The state of the estimate, and per batch and context bucket in force the width and its expected rate."""
@@ -186,9 +188,9 @@ def make_policy(spec: str, *, block_size: int | None, max_nodes: int, latency: L
     if kind == "chain":
         return FixedWidth("chain", min(block_size - 1, max_nodes), branching=False)
     if latency is None:
-        remedy = "Measure it with `cast-ray calibrate`, or choose a width that needs none, such as fixed:31"
+        remedy = "Choose a width that needs none, such as fixed:31"
         raise ConfigError(describe("width", spec, "needs this device's latency table", remedy))
     if not latency.draft:
-        remedy = "Measure again with the drafter loaded: `cast-ray calibrate`"
+        remedy = "Measure again with the drafter loaded"
         raise ConfigError(describe("width", spec, "needs a latency table that holds the drafter's time", remedy))
     return DeploymentWidth(max_nodes, latency)

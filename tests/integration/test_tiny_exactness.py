@@ -19,33 +19,19 @@ from transformers import (
 )
 
 from cast_ray import Completion, Engine, EngineConfig, SamplingParams
-from tests.support import Comparison, qwen3, reference_greedy, save_tiny_drafter, save_tiny_model
+from tests.support import TINY, Comparison, qwen3, reference_greedy, save_tiny_drafter, save_tiny_model
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 12,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
 FAMILIES: dict[str, Any] = {
     "qwen3": lambda: qwen3(),
-    "llama": lambda: LlamaConfig(**SMALL),
-    "mistral_sliding": lambda: MistralConfig(**SMALL, sliding_window=9),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "llama": lambda: LlamaConfig(**TINY),
+    "mistral_sliding": lambda: MistralConfig(**TINY, sliding_window=9),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
     "gemma2_softcap": lambda: Gemma2Config(
-        **SMALL, sliding_window=9, query_pre_attn_scalar=8, attn_logit_softcapping=5.0, final_logit_softcapping=8.0
+        **TINY, sliding_window=9, query_pre_attn_scalar=8, attn_logit_softcapping=5.0, final_logit_softcapping=8.0
     ),
-    "gemma3_sliding": lambda: Gemma3TextConfig(**SMALL, sliding_window=9, query_pre_attn_scalar=8),
+    "gemma3_sliding": lambda: Gemma3TextConfig(**TINY, sliding_window=9, query_pre_attn_scalar=8),
     "gpt_oss_sinks": lambda: GptOssConfig(
-        **SMALL,
+        **TINY,
         sliding_window=9,
         num_local_experts=4,
         num_experts_per_tok=2,

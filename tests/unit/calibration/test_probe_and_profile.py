@@ -13,7 +13,7 @@ import torch
 from cast_ray import Engine, EngineConfig, SamplingParams
 from cast_ray.calibration import probe as probing
 from cast_ray.calibration.probe import Probe
-from cast_ray.calibration.profile import load_profile, profile_key, profile_path, save_profile
+from cast_ray.calibration.profile import Profile, load_profile, profile_key, profile_path, save_profile
 from cast_ray.width.latency import DraftPoint, LatencyPoint, LatencyTable
 from tests.support import qwen3, save_tiny_drafter, save_tiny_model
 
@@ -70,15 +70,21 @@ def test_what_is_measured_fits_the_pool_and_leaves_it_usable(settings: dict[str,
     assert out.token_ids == plain.token_ids
 
 
-def test_a_probe_out_of_time_still_gives_a_table_and_says_so(
+def test_a_probe_out_of_time_gives_a_table_and_the_next_start_goes_on(
     settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    config = {**settings, "width": "deployment", "profile_dir": tmp_path}
     with caplog.at_level(logging.WARNING):
-        engine = Engine(EngineConfig(**settings, width="deployment", profile_dir=tmp_path, probe_seconds=1e-6))
-    latency = engine.stats()["latency"]
-    assert (len(latency["verify"]), len(latency["draft"])) == (1, 1)
+        short = Engine(EngineConfig(**config, probe_seconds=1e-6)).stats()["latency"]
+    assert (len(short["verify"]), len(short["draft"])) == (1, 1)
     assert "too short to measure" in caplog.text
-    assert list(tmp_path.iterdir()) == []
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        whole = Engine(EngineConfig(**config, probe_seconds=120)).stats()["latency"]
+    assert len(whole["verify"]) > 20
+    assert short["verify"][0] in whole["verify"]
+    assert short["draft"][0] in whole["draft"]
+    assert caplog.text == ""
 
 
 def test_a_profile_is_measured_once_and_then_loaded(
@@ -86,14 +92,15 @@ def test_a_profile_is_measured_once_and_then_loaded(
 ) -> None:
     measured = []
     measure = Probe.measure
-    monkeypatch.setattr(Probe, "measure", lambda self, seconds: measured.append(1) or measure(self, seconds))
+    monkeypatch.setattr(Probe, "measure", lambda *given: measured.append(1) or measure(*given))
     config = {**settings, "width": "deployment", "profile_dir": tmp_path}
     first = Engine(EngineConfig(**config)).stats()["latency"]
     assert Engine(EngineConfig(**config)).stats()["latency"] == first
     assert len(measured) == 1
     Engine(EngineConfig(**{**config, "dtype": "bfloat16"}))
-    Engine(EngineConfig(**{**config, "max_batch_size": 2}))
-    assert len(measured) == 3
+    for change in ({"max_batch_size": 2}, {"max_nodes": 15}, {"max_context": 300}, {"candidates_per_depth": 4}):
+        Engine(EngineConfig(**{**config, **change}))
+    assert len(measured) == 6
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"key": {}, "latency": {}}', "foreign"])
@@ -101,11 +108,12 @@ def test_a_damaged_or_foreign_profile_is_named_and_ignored(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = LatencyTable([LatencyPoint(1, 1, 0, 2.0)], [DraftPoint(1, 0, 1.0)], 0.1)
-    key = profile_key(torch.device("cpu"), torch.float32, {"name": "x"}, None, 4)
-    path = save_profile(key, table, tmp_path)
+    key = profile_key(torch.device("cpu"), torch.float32, {"name": "x"}, None, {})
+    path = save_profile(key, Profile(table, complete=True), tmp_path)
     loaded = load_profile(key, tmp_path)
     assert loaded is not None
-    assert loaded.to_dict() == table.to_dict()
+    assert loaded.complete
+    assert loaded.table.to_dict() == table.to_dict()
     if damage == "foreign":
         saved = json.loads(path.read_text())
         saved["key"]["torch"] = "0.1"
@@ -121,8 +129,8 @@ def test_a_folder_that_cannot_be_written_costs_no_more_than_the_profile(
 ) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("")
-    key = profile_key(torch.device("cpu"), torch.float32, {"name": "x"}, None, 4)
-    save_profile(key, LatencyTable([LatencyPoint(1, 1, 0, 2.0)]), blocker / "folder")
+    key = profile_key(torch.device("cpu"), torch.float32, {"name": "x"}, None, {})
+    save_profile(key, Profile(LatencyTable([LatencyPoint(1, 1, 0, 2.0)]), complete=True), blocker / "folder")
     assert "could not be saved" in caplog.text
     assert profile_path(key, tmp_path) != profile_path({**key, "threads": 99}, tmp_path)
 

@@ -280,6 +280,7 @@ def test_a_cancelled_call_frees_its_request(settings: dict[str, Any]) -> None:
     asyncio.run(run())
     stats = front.stats()
     assert (stats["running"], stats["waiting"], stats["kv_pages"]) == (0, 0, stats["kv_pages_free"])
+    assert stats["finish_reasons"] == {"abort": 1, "length": 1}
     front.close()
 
 
@@ -299,4 +300,41 @@ def test_a_failing_loop_fails_every_pending_request_with_its_cause(
         assert isinstance(error, EngineError)
         assert "ValueError: the device fell off" in str(error)
     assert not front.healthy
-    assert front.stats()["waiting"] >= 0
+    assert front.stats()["requests_finished"] == 0
+    front.close()
+
+
+def test_a_failing_action_fails_every_waiting_request_too(settings: dict[str, Any]) -> None:
+    front = AsyncEngine(EngineConfig(**settings))
+
+    def break_down(*_: Any) -> None:
+        raise ValueError("the device fell off")
+
+    async def run() -> list[Any]:
+        front._engine.abort = break_down  # type: ignore[method-assign, assignment]
+        dropped = asyncio.create_task(front.generate([3, 4], SamplingParams(max_tokens=60)))
+        others = [asyncio.create_task(front.generate([1, 2], SamplingParams(max_tokens=60))) for _ in range(3)]
+        await asyncio.sleep(0.02)
+        dropped.cancel()
+        return await asyncio.gather(*others, return_exceptions=True)
+
+    for error in asyncio.run(asyncio.wait_for(run(), 60)):
+        assert isinstance(error, EngineError)
+        assert "the device fell off" in str(error)
+    assert not front.healthy
+
+
+def test_an_interrupted_call_leaves_nothing_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = engine.step
+    steps = iter(range(100))
+
+    def interrupted() -> Any:
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1, 2], [3], [4], [5]], SamplingParams(max_tokens=50))
+    assert not engine.has_work
+    assert pages_in_use(engine) == 0
