@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cast_ray.errors import ConfigError, describe
+from cast_ray.errors import ConfigError, RequestError, describe
+from cast_ray.request import SamplingParams
 
 ENV_PREFIX = "CAST_RAY_"
 Kind = TypeVar("Kind", bound="Settings")
@@ -87,12 +88,25 @@ class BatchConfig(Settings):
     seed: int = Field(0, ge=0, lt=2**63, description="seed of the job; every row gets its own from it")
     batch_size: int = Field(16, ge=1, description="rows of one unit of work")
 
+    @model_validator(mode="after")
+    def _can_sample(self) -> Self:
+        """What every row would be refused for is refused once, before the job."""
+        try:
+            SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature)
+        except RequestError as error:
+            raise ConfigError(str(error)) from None
+        return self
+
 
 def _explain(kind: type[BaseModel], error: ValidationError) -> str:
     lines = []
     for item in error.errors(include_url=False):
         name = ".".join(str(part) for part in item["loc"]) or kind.__name__
-        if item["type"] == "extra_forbidden":
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            # In the house form already: of a setting of this kind, or of one of a kind nested in it.
+            lines.append(f"{name}.{cause}" if item["loc"] else str(cause))
+        elif item["type"] == "extra_forbidden":
             remedy = f"Known settings: {', '.join(sorted(kind.model_fields))}"
             lines.append(describe(name, item["input"], f"is no setting of {kind.__name__}", remedy))
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pyarrow as pa
 
@@ -38,6 +39,25 @@ def identity_column(columns: Iterable[str]) -> str | None:
     """The column that names a row: `row_id`, else `id`, else None."""
     names = set(columns)
     return next((name for name in (ROW_ID_COLUMN, ID_COLUMN) if name in names), None)
+
+
+def read_cells(name: str, column: pa.ChunkedArray) -> tuple[list[Any], dict[int, str]]:
+    """A column's values, and by row what is wrong with those that Python cannot hold, which are None.
+
+    Such as text that is not UTF-8: Parquet files may hold it, and Arrow passes it on unseen.
+    """
+    try:
+        return column.to_pylist(), {}
+    except (ValueError, OverflowError):
+        values: list[Any] = []
+    problems: dict[int, str] = {}
+    for row, cell in enumerate(column):
+        try:
+            values.append(cell.as_py())
+        except (ValueError, OverflowError) as error:
+            values.append(None)
+            problems[row] = f"column {name} cannot be read ({error}). Mend or remove the row"
+    return values, problems
 
 
 def append_outputs(table: pa.Table, answers: list[RowAnswer]) -> pa.Table:

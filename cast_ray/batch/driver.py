@@ -19,17 +19,18 @@ from typing import Any
 from pydantic import Field
 from rich.console import Console
 
-from cast_ray.batch.columns import check_columns, identity_column
+from cast_ray.batch.columns import check_columns
 from cast_ray.batch.formats import InputPlan, plan_input
 from cast_ray.batch.output import (
     JOB_FILE,
     SUMMARY_FILE,
-    OutputCounts,
     begin_output,
+    check_complete,
     check_output,
     count_output,
     write_json,
 )
+from cast_ray.batch.paths import check_local
 from cast_ray.batch.prepare import find_prompt_column
 from cast_ray.config import BatchConfig
 from cast_ray.errors import ConfigError, EngineError, describe
@@ -63,6 +64,7 @@ def run_job(
     config = _with_sample(config)
     assert config.input is not None
     assert config.output is not None
+    check_local("output", config.output)
     plan = plan_input(config.input)
     check_columns(plan.schema.names)
     find_prompt_column(plan.schema.names, config.prompt_column, config.messages_column, plan.json_columns)
@@ -115,6 +117,9 @@ def _ray_cluster() -> Iterator[None]:
 def _generate(
     config: JobConfig, plan: InputPlan, output: Path, factory: EngineFactory, console: Console, began: float
 ) -> dict[str, Any]:
+    import ray
+    from ray.data.datasource import FilenameProvider
+
     from cast_ray.batch.pipeline import Pipeline
     from cast_ray.batch.progress import JobProgress, start_tally
     from cast_ray.batch.source import read_dataset
@@ -126,27 +131,21 @@ def _generate(
         for name, cause in pool.failed.items():
             console.print(f"{name} did not start and is left out: {cause}", highlight=False, soft_wrap=True)
         started = time.monotonic()
-        begin_output(output, {"demo": config.input == str(SAMPLE_INPUT), "settings": settings})
+        tag = begin_output(output, {"demo": config.input == str(SAMPLE_INPUT), "settings": settings})
         tally = start_tally()
         pipeline = Pipeline(config, pool=pool, json_columns=plan.json_columns, tally=tally)
+        names = FilenameProvider(dataset_uuid=tag, file_format="parquet")
         with JobProgress(plan.rows, tally, pool, console), plain_errors(tally):
-            pipeline(read_dataset(plan)).write_parquet(str(output), min_rows_per_file=_ROWS_A_FILE)
+            answered = pipeline(read_dataset(plan))
+            answered.write_parquet(str(output), min_rows_per_file=_ROWS_A_FILE, filename_provider=names)
         finished = time.monotonic()
         actors = pool.stats()
-    counts = count_output(output, identity_column(plan.columns))
-    _check_complete(counts, plan)
+    counts = count_output(output, plan.id_column)
+    check_complete(counts, plan.rows, nodes=sum(node["Alive"] for node in ray.nodes()))
     times = JobTimes(started - began, finished - started, finished - began)
     summary = summarise(vars(counts), actors, times, settings)
     write_json(output / SUMMARY_FILE, summary)
     return summary
-
-
-def _check_complete(counts: OutputCounts, plan: InputPlan) -> None:
-    if counts.rows != plan.rows:
-        raise EngineError(
-            f"the output has {counts.rows} rows where the input has {plan.rows}. "
-            "If the input did not change meanwhile, run the job again with --overwrite"
-        )
 
 
 @contextmanager

@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from cast_ray.batch.columns import ID_COLUMN, ROW_ID_COLUMN
+from cast_ray.batch.columns import ID_COLUMN, ROW_ID_COLUMN, read_cells
+from cast_ray.batch.paths import check_local
 from cast_ray.batch.text_formats import Piece, Scan, merge_types, no_nulls, scan_text
 from cast_ray.errors import InputError, describe
 
@@ -30,6 +31,7 @@ class InputPlan:
     """What a job will read. schema: the input's columns. json_columns: those of mixed types, kept as JSON text.
 
     make_row_id: no column names every row, so the reader adds `row_id`, the file's name and the row's number in it.
+    id_column: the column that names every row, `row_id` or `id`.
     """
 
     path: str
@@ -40,11 +42,7 @@ class InputPlan:
     json_columns: frozenset[str]
     rows: int
     make_row_id: bool
-
-    @property
-    def columns(self) -> list[str]:
-        """Names of the columns that a row has when it is read."""
-        return [*self.schema.names, *([ROW_ID_COLUMN] if self.make_row_id else [])]
+    id_column: str
 
 
 def plan_input(path: str | Path) -> InputPlan:
@@ -63,6 +61,7 @@ def plan_input(path: str | Path) -> InputPlan:
     if not schema.names:
         problem = f"has no readable row ({rows} bad ones)"
         raise InputError(describe("input", str(path), problem, "Write one JSON object a line"))
+    id_column = _naming_column(scans, schema)
     return InputPlan(
         path=str(path),
         format=kinds[0],
@@ -71,12 +70,14 @@ def plan_input(path: str | Path) -> InputPlan:
         schema=schema,
         json_columns=frozenset(name for name, kind in types.items() if kind is None),
         rows=rows,
-        make_row_id=_needs_row_id(scans, schema),
+        make_row_id=id_column is None,
+        id_column=id_column or ROW_ID_COLUMN,
     )
 
 
 def find_files(path: str) -> list[tuple[Path, str]]:
     """The files that path names, in order, each with a name that is unique within the input."""
+    check_local("input", path)
     given = Path(path)
     if given.is_file():
         if given.suffix.lower() not in FORMATS:
@@ -130,7 +131,7 @@ def _scan_parquet(file: Path, name: str) -> Scan:
             first += about.num_rows
         for column in (ID_COLUMN, ROW_ID_COLUMN):
             if column in scan.types and not pa.types.is_nested(scan.types[column]):
-                scan.ids[column] = parquet.read([column])[column].to_pylist()
+                scan.ids[column], _ = read_cells(column, parquet.read([column])[column])
     return scan
 
 
@@ -148,24 +149,26 @@ def _common_types(files: list[tuple[Path, str]], scans: list[Scan], kind: str) -
     return types
 
 
-def _needs_row_id(scans: Sequence[Scan], schema: pa.Schema) -> bool:
-    """Whether no column names every row by itself. Raises InputError where `row_id` is there and does not."""
-    if any(_names_rows([scan.ids.get(column) for scan in scans]) for column in (ROW_ID_COLUMN, ID_COLUMN)):
-        return False
+def _naming_column(scans: Sequence[Scan], schema: pa.Schema) -> str | None:
+    """The column that names every row by itself, or None. Raises InputError where `row_id` is there and does not."""
+    for column in (ROW_ID_COLUMN, ID_COLUMN):
+        if column in schema.names and _names_rows([scan.ids.get(column) for scan in scans], schema.field(column).type):
+            return column
     if ROW_ID_COLUMN in schema.names:
         problem = "is null or the same in several rows"
         raise InputError(describe("column", ROW_ID_COLUMN, problem, "Make it unique, or rename it and one is made"))
-    return True
+    return None
 
 
-def _names_rows(ids: list[list[Any] | None]) -> bool:
+def _names_rows(ids: list[list[Any] | None], kind: pa.DataType) -> bool:
     seen: set[str] = set()
     count = 0
     for part in ids:
         for value in part if part is not None else [None]:
             if value is None or isinstance(value, list | dict):
                 return False
-            seen.add(str(value))
+            # As it will be written: large whole numbers may become equal as fractions.
+            seen.add(str(float(value) if pa.types.is_floating(kind) else value))
             count += 1
     return len(seen) == count > 0
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from cast_ray.batch.columns import READ_ERROR_COLUMN, append_outputs
+from cast_ray.batch.columns import READ_ERROR_COLUMN, append_outputs, read_cells
 from cast_ray.batch.prepare import PromptColumn, read_prompt
 from cast_ray.errors import EngineError, RequestError
 from cast_ray.pool.client import PoolClient, PoolMembers
@@ -57,12 +57,17 @@ class Stage:
 
 def prepare(table: pa.Table, settings: StageSettings) -> tuple[pa.Table, list[RowRequest | RowAnswer]]:
     """The table without the readers' own column, and for every row a request, or its error where it cannot be one."""
-    prompts = table[settings.prompt.name].to_pylist()
-    ids = table[settings.id_column].to_pylist() if settings.id_column else [None] * len(table)
+    prompts, bad_prompts = read_cells(settings.prompt.name, table[settings.prompt.name])
+    ids: list[Any] = [None] * len(table)
+    bad_ids: dict[int, str] = {}
+    if settings.id_column:
+        ids, bad_ids = read_cells(settings.id_column, table[settings.id_column])
     unread: list[str | None] = [None] * len(table)
     if READ_ERROR_COLUMN in table.column_names:
         unread = table[READ_ERROR_COLUMN].to_pylist()
         table = table.drop_columns([READ_ERROR_COLUMN])
+    for row, problem in {**bad_ids, **bad_prompts}.items():
+        unread[row] = unread[row] or problem
     rows = zip(prompts, ids, unread, strict=True)
     return table, [_request(prompt, row_id, problem, settings) for prompt, row_id, problem in rows]
 

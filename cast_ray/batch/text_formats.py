@@ -58,7 +58,6 @@ class Scan:
     types: dict[str, pa.DataType | None] = field(default_factory=dict)
     ids: dict[str, list[Any]] = field(default_factory=dict)
     rows: int = 0
-    bad_rows: int = 0
 
 
 def scan_text(path: Path, name: str, is_csv: bool, id_columns: Iterable[str]) -> Scan:
@@ -85,7 +84,6 @@ def _add_piece(scan: Scan, path: Path, name: str, records: list[Record], is_csv:
     start, end = records[0].start, records[-1].end
     scan.pieces.append(Piece(str(path), name, start, end - start, records[0].number, len(records)))
     scan.rows += len(records)
-    scan.bad_rows += sum(record.error is not None for record in records)
     for column, values in scan.ids.items():
         values.extend(record.values.get(column) for record in records)
     if not is_csv:
@@ -217,11 +215,14 @@ def csv_header(file: BinaryIO, name: str) -> list[str]:
 def read_csv(file: BinaryIO, header: list[str], first: int = 1) -> Iterator[Record]:
     """A record for every one that is not blank; `file` stands behind the header or at the start of a record."""
     start = end = file.tell()
+    # Of the bytes, since the fields do not tell a blank line from an empty field in quotes, which is a row.
+    blank = True
 
     def lines() -> Iterator[bytes]:
-        nonlocal end
+        nonlocal end, blank
         for line in iter(file.readline, b""):
             end += len(line)
+            blank = blank and not line.strip()
             yield line
 
     reader = csv.reader(_decoded(lines()))
@@ -234,7 +235,7 @@ def read_csv(file: BinaryIO, header: list[str], first: int = 1) -> Iterator[Reco
             return
         except csv.Error as error:
             fields, problem = [], f"cannot be read ({error})"
-        if problem or not _is_blank(fields):
+        if problem or not blank:
             if problem is None and len(fields) != len(header):
                 problem = f"has {len(fields)} fields where the header has {len(header)}"
             elif problem is None and not _is_unicode(fields):
@@ -242,7 +243,7 @@ def read_csv(file: BinaryIO, header: list[str], first: int = 1) -> Iterator[Reco
             error_text = f"record {number} {problem}. Mend or remove it" if problem else None
             yield Record(start, end, number, {} if problem else dict(zip(header, fields, strict=True)), error_text)
             number += 1
-        start = end
+        start, blank = end, True
 
 
 def _decoded(lines: Iterator[bytes]) -> Iterator[str]:

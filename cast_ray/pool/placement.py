@@ -9,14 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from cast_ray.config import EngineConfig, PoolConfig
 from cast_ray.errors import ConfigError, describe
 
 
 @dataclass(frozen=True)
 class NodeResources:
-    """CPUs and GPUs of one live node, as Ray counts them."""
+    """One live node: its id, and its CPUs and GPUs as Ray counts them."""
 
+    node: str
     cpus: float
     gpus: float
 
@@ -46,13 +49,18 @@ def place(engine: EngineConfig, pool: PoolConfig, nodes: Sequence[NodeResources]
             for i in range(replicas)
         ]
     replicas = pool.replicas or 1
+    computing = [node for node in nodes if node.cpus >= 1] or list(nodes)
     changes: dict[str, Any] = {"device": "cpu"}
     if engine.threads is None:
-        # Ray tells a worker of less than one CPU to use one thread, so say how many. SPREAD below puts
-        # about the same number of actors on every node.
-        computing = [node.cpus for node in nodes if node.cpus >= 1] or [1.0]
+        # Ray tells a worker of less than one CPU to use one thread, so say how many.
         per_node = -(-replicas // len(computing))
-        changes["threads"] = max(1, int(min(computing)) // per_node)
-    # No logical CPUs: engines that held them all would leave none for reading and writing, and the job would hang.
-    options = {"num_gpus": 0, "num_cpus": 0, "scheduling_strategy": "SPREAD"}
-    return [ActorPlan(f"engine-{i}", engine.replace(**changes), options) for i in range(replicas)]
+        changes["threads"] = max(1, int(min(node.cpus for node in computing)) // per_node)
+    plans = []
+    for i in range(replicas):
+        # Each to its node by name: to Ray an actor that asks for no CPU may as well go to a node that has none, or
+        # beside another one. Soft, so that it starts again elsewhere when its node is lost.
+        where = NodeAffinitySchedulingStrategy(computing[i % len(computing)].node, soft=True)
+        # No logical CPUs: engines that held them all would leave none for reading and writing, and the job would hang.
+        options = {"num_gpus": 0, "num_cpus": 0, "scheduling_strategy": where}
+        plans.append(ActorPlan(f"engine-{i}", engine.replace(**changes), options))
+    return plans

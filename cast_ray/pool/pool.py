@@ -122,5 +122,5 @@ class EnginePool:
 
 
 def _nodes() -> list[NodeResources]:
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [NodeResources(found.get("CPU", 0.0), found.get("GPU", 0.0)) for found in alive]
+    alive = [(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    return [NodeResources(name, found.get("CPU", 0.0), found.get("GPU", 0.0)) for name, found in alive]

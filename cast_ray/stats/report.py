@@ -135,7 +135,7 @@ def _actor_table(actors: list[dict[str, Any]]) -> Table:
         "tokens",
         "round",
         "width",
-        "verify ms at N=0 and N*",
+        "verify ms at N=0 and N",
         "draft/verify/host/prefill",
     ):
         table.add_column(name, justify="left")
@@ -144,34 +144,42 @@ def _actor_table(actors: list[dict[str, Any]]) -> Table:
             table.add_row(actor["name"], f"lost: {actor['cause']}", "", "", "", "", "")
             continue
         device = actor["device"]
-        in_force = actor["verify_ms_at_width"]
         table.add_row(
             actor["name"] + (" (restarted)" if actor["state"] == "restarted" else ""),
             f"{device['name']} {device['dtype']} x{device['threads']}",
             str(actor["tokens_generated"]),
             _number(actor["mean_round_length"]),
             _width(actor["width"]),
-            _latencies(in_force),
+            _latencies(actor),
             " ".join(f"{share:.0%}" for share in actor["share"].values()),
         )
     return table
 
 
 def _width(report: dict[str, Any]) -> str:
-    """N where one is in force for all; else N for the smallest and the largest batch."""
+    """N where one is in force for all; else N for the smallest and the largest batch. N* is one that was settled."""
     chosen = sorted(report.get("chosen") or [], key=lambda entry: entry["batch"])
+    calibrated = report.get("calibrated", True)
     if not chosen:
         nodes = report.get("max_nodes")
-        return str(report.get("width", "")) + (f" (N={nodes})" if nodes is not None else "")
+        # None is in force before the first round, and between a change of mind and the next one.
+        state = f" (N={nodes})" if nodes is not None else "" if calibrated else " (calibrating)"
+        return str(report.get("width", "")) + state
     ends = {entry["batch"]: entry["nodes"] for entry in (chosen[0], chosen[-1])}
+    sign, note = ("N*", "") if calibrated else ("N", " (calibrating)")
     if len(set(ends.values())) == 1:
-        return f"N*={chosen[0]['nodes']}"
-    return ", ".join(f"N*={nodes} at batch {batch}" for batch, nodes in ends.items())
+        return f"{sign}={chosen[0]['nodes']}{note}"
+    return ", ".join(f"{sign}={nodes} at batch {batch}" for batch, nodes in ends.items()) + note
 
 
-def _latencies(in_force: list[dict[str, float]]) -> str:
+def _latencies(actor: dict[str, Any]) -> str:
+    in_force = actor["verify_ms_at_width"]
     if not in_force:
-        return "not measured"
+        if not actor["latency"]:
+            return "not measured"
+        # Measured, but there is no width in force that it could be told for.
+        table = LatencyTable.from_dict(actor["latency"])
+        return f"{float(table.verify_ms([1], 1, table.base_context)[0]):.1f} (batch 1)"
     entry = max(in_force, key=lambda found: found["batch"])
     return f"{entry['ms_root']:.1f} and {entry['ms']:.1f} (batch {entry['batch']:.0f})"
 

@@ -137,6 +137,23 @@ def test_parquet_columns_keep_their_types_where_every_row_failed_too(tmp_path: P
     assert str(written.schema.field("rounds").type) == "int64"
 
 
+def test_text_that_is_not_utf8_costs_its_own_row_only(tmp_path: Path) -> None:
+    prompts = pa.array([b"fine" if index != 7 else b"\xff" for index in range(40)]).view(pa.string())
+    labels = pa.array([b"\xfe"] * 40).view(pa.string())
+    pq.write_table(pa.table({"id": range(40), "prompt": prompts, "label": labels}), tmp_path / "in.parquet")
+
+    summary = run_job(
+        JobConfig(input=str(tmp_path / "in.parquet"), output=str(tmp_path / "out"), batch_size=4),
+        FakeEngine,
+        Console(quiet=True),
+    )
+
+    assert summary["answered"] == 39
+    (failed,) = summary["first_errors"]
+    assert failed["row"] == "7"
+    assert failed["error"].startswith("UnreadableRow: column prompt cannot be read ('utf-8' codec")
+
+
 def test_a_row_that_kills_its_engine_is_given_up_and_its_neighbours_are_answered(tmp_path: Path) -> None:
     rows = [{"id": index, "prompt": f"fine {index}"} for index in range(40)]
     rows[11]["prompt"] = "poison"

@@ -32,6 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("in.txt", "why\n", (), "unknown extension '.txt'"),
         ("in.jsonl", '{"prompt": "why", "error": 1}\n', (), "['error']: is also written by the job"),
         ("in.jsonl", '{"prompt": "why"}\n', ("--max-tokens", "0"), "max_tokens=0"),
+        ("in.jsonl", '{"prompt": "why"}\n', ("--temperature", "inf"), "error: temperature=inf: must be 0 (greedy) or"),
         ("in.jsonl", '{"prompt": "why"}\n', ("--config", "absent.yaml"), "absent.yaml"),
     ],
 )

@@ -186,6 +186,13 @@ def test_csv_keeps_text_as_it_is_and_marks_bad_records(tmp_path: Path, monkeypat
     assert [row["row_id"] for row in rows] == [f"in.csv:{number:09d}" for number in range(1, 6)]
 
 
+def test_an_empty_field_in_quotes_is_a_row_and_a_blank_line_is_none(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text('prompt\nfirst\n""\n\n  \n"\n"\nlast\n')
+    rows = read(plan_input(tmp_path / "in.csv"))
+    assert [row["prompt"] for row in rows] == ["first", "", "\n", "last"]
+    assert {row[READ_ERROR_COLUMN] for row in rows} == {None}
+
+
 def test_csv_with_one_column_name_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("a,b,a\n1,2,3\n")
     with pytest.raises(InputError, match=r"has the columns \['a'\] twice"):
@@ -223,8 +230,23 @@ def test_row_ids_are_made_unless_the_ids_name_every_row(tmp_path: Path, kind: st
         pq.write_table(pa.table({"id": ids, "prompt": ["p", "p"]}), path)
     plan = plan_input(path)
     assert plan.make_row_id is made
-    assert ("row_id" in plan.columns) is made
+    assert plan.id_column == ("row_id" if made else "id")
     assert [row["id"] for row in read(plan)] == ids
+
+
+def test_the_column_that_names_every_row_is_the_one_that_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_formats, "PIECE_ROWS", 2)
+    repeated = [{"row_id": 1, "id": name, "prompt": "p"} for name in ("a", "b")]
+    assert plan_input(write(tmp_path / "repeated.jsonl", *repeated)).id_column == "id"
+    # Two whole numbers that are one number once a fraction makes the column a float one.
+    merged = [{"id": value, "prompt": "p"} for value in (2**60 + 1, 2**60 + 2, 0.5)]
+    assert plan_input(write(tmp_path / "merged.jsonl", *merged)).make_row_id
+
+
+def test_ids_that_are_not_utf8_name_no_rows(tmp_path: Path) -> None:
+    ids = pa.array([b"a", b"\xff"]).view(pa.string())
+    pq.write_table(pa.table({"id": ids, "prompt": ["p", "q"]}), tmp_path / "in.parquet")
+    assert plan_input(tmp_path / "in.parquet").make_row_id
 
 
 def test_row_ids_of_the_input_that_repeat_are_refused(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from rich.console import Console
 from cast_ray.batch.columns import append_outputs
 from cast_ray.batch.driver import SAMPLE_INPUT, JobConfig, run_job
 from cast_ray.batch.formats import plan_input
-from cast_ray.batch.output import begin_output, check_output, count_output
+from cast_ray.batch.output import begin_output, check_complete, check_output, count_output
 from cast_ray.config import load_settings
-from cast_ray.errors import ConfigError, InputError
+from cast_ray.errors import ConfigError, EngineError, InputError
 from cast_ray.pool.rows import RowAnswer
 from cast_ray.stats.report import JobTimes, render, summarise
 from tests.fake_engine import fake_stats
@@ -29,31 +29,73 @@ ANSWERS = [
 ]
 
 
-def write_rows(output: Path) -> None:
-    output.mkdir()
-    pq.write_table(append_outputs(pa.table({"id": ["a", "b", "c"]}), ANSWERS), output / "part.parquet")
+def write_rows(output: Path, ids: tuple[str, ...] = ("a", "b", "c")) -> Path:
+    """The file of a job's three rows."""
+    file = output / f"{begin_output(output, {'demo': False})}_0-0.parquet"
+    pq.write_table(append_outputs(pa.table({"id": ids}), ANSWERS), file)
+    return file
 
 
 def test_only_a_jobs_own_files_are_replaced(tmp_path: Path) -> None:
-    write_rows(tmp_path / "out")
-    for name in ("summary.json", "job.json", "notes.txt"):
+    first = write_rows(tmp_path / "out")
+    for name in ("summary.json", "notes.txt", "more.parquet"):
         (tmp_path / "out" / name).write_text("{}")
-    begin_output(tmp_path / "out", {"demo": False})
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["job.json", "notes.txt"]
-    assert json.loads((tmp_path / "out" / "job.json").read_text()) == {"demo": False}
+    second = write_rows(tmp_path / "out")
+    assert first.name != second.name
+    left = {file.name for file in (tmp_path / "out").iterdir()}
+    assert left == {"job.json", "notes.txt", "more.parquet", second.name}
+    assert json.loads((tmp_path / "out" / "job.json").read_text())["demo"] is False
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("of_a_job", [False, True])
+def test_parquet_that_no_job_wrote_is_never_touched(tmp_path: Path, of_a_job: bool, overwrite: bool) -> None:
+    if of_a_job:
+        write_rows(tmp_path)
+    (tmp_path / "mine.parquet").write_bytes(b"")
+    with pytest.raises(InputError, match=r"files that no job wrote, such as mine\.parquet\. Name another folder"):
+        check_output(tmp_path, (), overwrite)
 
 
 def test_an_output_that_would_harm_is_refused(tmp_path: Path) -> None:
-    write_rows(tmp_path / "out")
-    inputs = (str(tmp_path / "out" / "part.parquet"),)
+    file = write_rows(tmp_path / "out")
     with pytest.raises(InputError, match="already holds output"):
         check_output(tmp_path / "out", (), overwrite=False)
     check_output(tmp_path / "out", (), overwrite=True)
     for output in (tmp_path / "out", tmp_path):
         with pytest.raises(InputError, match="holds the input"):
-            check_output(output, inputs, overwrite=True)
+            check_output(output, (str(file),), overwrite=True)
+
+
+def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="is a file"):
-        check_output(tmp_path / "out" / "part.parquet", (), overwrite=True)
+        check_output(tmp_path / "file", (), overwrite=True)
+    with pytest.raises(InputError, match=r"out': lies below .*file, which is a file\. Name a folder"):
+        check_output(tmp_path / "file" / "deep" / "out", (), overwrite=False)
+    with pytest.raises(InputError, match="cannot be written"):
+        check_output(Path("/proc/out"), (), overwrite=False)
+    check_output(tmp_path / "deep" / "out", (), overwrite=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_paths_that_are_not_local_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "why"}\n')
+    with pytest.raises(InputError, match=r"^input='s3://data/in\.jsonl': is not a local path\. Mount it, or copy it"):
+        run_job(JobConfig(input="s3://data/in.jsonl", output=str(tmp_path / "out")))
+    with pytest.raises(InputError, match=r"^output='gs://data/out': is not a local path\. Mount it"):
+        run_job(JobConfig(input=str(tmp_path / "in.jsonl"), output="gs://data/out"))
+
+
+def test_rows_that_are_missing_or_there_twice_are_found_in_the_output(tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    check_complete(count_output(tmp_path, "id"), 3, nodes=1)
+    with pytest.raises(EngineError, match="the output has 3 rows where the input has 4") as raised:
+        check_complete(count_output(tmp_path, "id"), 4, nodes=1)
+    assert "storage" not in str(raised.value)
+    write_rows(tmp_path, ("a", "b", "b"))
+    with pytest.raises(EngineError, match=r"has 3 rows \(2 different\) where the input has 3.*that every node sees"):
+        check_complete(count_output(tmp_path, "id"), 3, nodes=2)
 
 
 def test_the_summary_adds_up_what_was_written(tmp_path: Path) -> None:
@@ -88,6 +130,30 @@ def test_the_summary_adds_up_what_was_written(tmp_path: Path) -> None:
     assert "engine-0 (restarted)" in shown
     assert "lost: ModelError: gone" in shown
     assert "c  InvalidPrompt: prompt=None: is null" in shown
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        ({"width": "deployment", "calibrated": True, "chosen": [{"batch": 1, "context": 0, "nodes": 3}]}, "N*=3 "),
+        (
+            {"width": "deployment", "calibrated": False, "chosen": [{"batch": 1, "context": 0, "nodes": 3}]},
+            "N=3 (calibrating)",
+        ),
+        ({"width": "deployment", "calibrated": False, "chosen": []}, "deployment (calibrating)"),
+        ({"width": "deployment", "calibrated": True, "chosen": []}, "deployment  "),
+        ({"width": "fixed:7", "max_nodes": 7}, "fixed:7 (N=7)"),
+    ],
+)
+def test_a_width_is_shown_as_what_it_is(tmp_path: Path, width: dict[str, Any], shown: str) -> None:
+    write_rows(tmp_path)
+    actor = {"name": "engine-0", "engine": {**fake_stats(2, 12), "width": width}}
+    counts = count_output(tmp_path, "id")
+    console = Console(width=160, file=io.StringIO())
+    console.print(render(summarise(vars(counts), {"engine-0": actor}, JobTimes(1.0, 4.0, 5.0), {})))
+    (line,) = [line for line in console.file.getvalue().splitlines() if line.startswith("engine-0")]
+    assert shown in line
+    assert "10.0" in line
 
 
 def test_the_sample_prompts_are_a_dataset_of_every_kind() -> None:

@@ -99,6 +99,27 @@ def test_a_row_that_could_not_be_read_keeps_its_own_reason() -> None:
     assert bad == RowAnswer.failed("UnreadableRow", "line 2 is not JSON")
 
 
+def test_cells_that_are_not_utf8_cost_their_own_rows_only() -> None:
+    broken = pa.array([b"x", b"\xff", None, b"y"]).view(pa.string())
+    ids = pa.array([b"a", b"b", b"c", b"\xfe"]).view(pa.string())
+    chats = [[{"role": "user", "content": text}] for text in broken.view(pa.binary()).to_pylist()]
+    kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.binary())]))
+    flat = pa.array(chats, kind).flatten()
+    contents = flat.field("content").view(pa.string())
+    messages = pa.ListArray.from_arrays(
+        pa.array(range(5), pa.int32()), pa.StructArray.from_arrays([flat.field("role"), contents], ["role", "content"])
+    )
+    for column, cells in ((TEXT, broken), (CHAT, messages)):
+        table = pa.table({column.name: cells, "id": ids})
+        answers = prepare(table, StageSettings(column, "id", 5, 0.0, seed=0))[1]
+        assert isinstance(answers[0], RowRequest)
+        errors = [answer.error for answer in answers[1:] if isinstance(answer, RowAnswer)]
+        assert len(errors) == 3
+        assert errors[0].startswith(f"UnreadableRow: column {column.name} cannot be read ('utf-8' codec")
+        assert errors[1].startswith("InvalidPrompt")
+        assert errors[2].startswith("UnreadableRow: column id cannot be read")
+
+
 def test_only_sampled_rows_get_seeds_and_each_its_own() -> None:
     table = pa.table({"prompt": ["same", "same"], "id": [1, 2]})
     greedy = prepare(table, StageSettings(TEXT, "id", 5, 0.0, seed=3))[1]
