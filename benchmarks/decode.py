@@ -31,7 +31,6 @@ SHARED = ROOT.parent / "shared" / "data" / "prompts"
 OWN = ROOT / "tests" / "data" / "prompts.jsonl"
 DOMAINS = ("gsm8k", "math500", "humaneval", "mbpp", "mt_bench")
 POLICIES = ("ar", "chain", "fixed:3", "fixed:7", "fixed:15", "fixed:31", "fixed:63", "deployment")
-WARM_UP = 2  # prompts a domain that are decoded first and not counted
 
 Method = Callable[[list[int]], tuple[int, int]]  # prompt -> tokens made, rounds
 
@@ -68,7 +67,7 @@ class Results:
 
 
 def read_prompts(folder: Path | None, count: int) -> dict[str, list[list[dict[str, str]]]]:
-    """Chats by domain, the first `count + WARM_UP` of each."""
+    """Chats by domain, the first `count` of each."""
     if folder is None and not SHARED.is_dir():
         rows = [json.loads(line) for line in OWN.read_text(encoding="utf-8").splitlines()]
     else:
@@ -76,7 +75,7 @@ def read_prompts(folder: Path | None, count: int) -> dict[str, list[list[dict[st
         rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     by_domain: dict[str, list[list[dict[str, str]]]] = defaultdict(list)
     for row in rows:
-        if len(by_domain[row["domain"]]) < count + WARM_UP:
+        if len(by_domain[row["domain"]]) < count:
             by_domain[row["domain"]].append(row["messages"])
     return by_domain
 
@@ -126,12 +125,12 @@ def ours(engines: dict[str, Engine], max_tokens: int) -> dict[str, Method]:
     return {width: method(engine) for width, engine in engines.items()}
 
 
-def run(methods: dict[str, Method], prompts: dict[str, list[list[int]]], count: int) -> Results:
-    """Every method on every prompt, in turn; the first is another one each time."""
+def run(methods: dict[str, Method], prompts: dict[str, list[list[int]]], count: int, warm_up: int) -> Results:
+    """Every method on every prompt, in turn; the first is another one each time. The first `warm_up` do not count."""
     results = Results()
     names = list(methods)
     turn = 0
-    for number in range(count + WARM_UP):
+    for number in range(count + warm_up):
         for domain, chats in prompts.items():
             if number >= len(chats):
                 continue
@@ -140,9 +139,9 @@ def run(methods: dict[str, Method], prompts: dict[str, list[list[int]]], count: 
                 started = time.perf_counter()
                 tokens, rounds = methods[name](chats[number])
                 seconds = time.perf_counter() - started
-                if number >= WARM_UP:
+                if number >= warm_up:
                     results.sums[name][domain].add(tokens, rounds, seconds)
-        print(f"prompt {number + 1} of {count + WARM_UP} a domain done", flush=True)
+        print(f"prompt {number + 1} of {count + warm_up} a domain done", flush=True)
     return results
 
 
@@ -165,8 +164,11 @@ def main() -> None:
     parser.add_argument("--target", default="embedded")
     parser.add_argument("--drafter", default="embedded")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--prompts", type=Path, help="folder of DOMAIN.jsonl; default: ../shared/data/prompts, or the tests' few")
+    parser.add_argument(
+        "--prompts", type=Path, help="folder of DOMAIN.jsonl; default: ../shared/data/prompts, or the tests' few"
+    )
     parser.add_argument("--count", type=int, default=10, help="prompts a domain")
+    parser.add_argument("--warm-up", type=int, default=2, help="prompts a domain that are decoded first, not counted")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--widths", default=",".join(POLICIES), help="our policies, by commas; ar is always there")
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -181,13 +183,13 @@ def main() -> None:
         )
         for width in widths
     }
-    chats = read_prompts(options.prompts, options.count)
+    chats = read_prompts(options.prompts, options.count + options.warm_up)
     prompts = {domain: [engines["ar"].render(chat) for chat in some] for domain, some in chats.items()}
     methods = {
         **peers(options.target, options.drafter, getattr(torch, options.dtype), options.max_tokens),
         **ours(engines, options.max_tokens),
     }
-    results = run(methods, prompts, options.count)
+    results = run(methods, prompts, options.count, options.warm_up)
     about = {
         "device": device_name(engines["ar"].device),
         "machine": platform.machine(),

@@ -51,7 +51,9 @@ class EngineConfig(Settings):
     threads: int | None = Field(None, ge=1, description="CPU threads of this engine; default: PyTorch's own choice")
     max_batch_size: int = Field(16, ge=1, le=1024, description="requests decoded together in one round")
     max_context: int | None = Field(None, ge=2, description="prompt + output tokens of a request; default: the model's")
-    max_step_tokens: int = Field(512, ge=16, description="packed tokens of one forward; prompts are cut to what trees leave of it")
+    max_step_tokens: int = Field(
+        512, ge=16, description="packed tokens of one forward; prompts are cut to what trees leave of it"
+    )
     max_nodes: int = Field(63, ge=1, le=1023, description="the widest tree that a policy may choose")
     candidates_per_depth: int = Field(32, ge=1, le=1024, description="drafted tokens kept at each depth")
     page_size: int = Field(16, ge=1, le=256, description="tokens of one KV page")
@@ -116,9 +118,7 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> str:
     return "; ".join(lines)
 
 
-def load_settings(
-    kind: type[Kind], path: str | Path | None = None, overrides: dict[str, Any] | None = None
-) -> Kind:
+def load_settings(kind: type[Kind], path: str | Path | None = None, overrides: dict[str, Any] | None = None) -> Kind:
     """Settings from overrides, then a YAML file, then the environment, then defaults.
 
     overrides: nested mapping; a `None` means "not said". Environment names are `CAST_RAY_` and the field's path in
