@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from cast_ray.request import Completion, RequestStats, SamplingParams
 
 # OpenMP threads spin for each other at the end of every parallel loop. On a core that another process needs too, the
-# one spun for does not run, and a forward takes tens of times as long. A short spin, then sleep, costs nothing on a quiet
-# machine. It is read when PyTorch is loaded, so it stands here, before that.
+# one spun for does not run, and a forward takes tens of times as long. A short spin, then sleep, costs nothing on a
+# quiet machine. It is read when PyTorch is loaded, so it stands here, before that.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

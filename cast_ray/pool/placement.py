@@ -61,6 +61,7 @@ def place(engine: EngineConfig, pool: PoolConfig, nodes: Sequence[NodeResources]
         # beside another one. Soft, so that it starts again elsewhere when its node is lost.
         where = NodeAffinitySchedulingStrategy(computing[i % len(computing)].node, soft=True)
         # No logical CPUs: engines that held them all would leave none for reading and writing, and the job would hang.
-        options = {"num_gpus": 0, "num_cpus": 0, "scheduling_strategy": where}
+        # A byte of memory, since Ray (2.60) sends an actor that asks for nothing anywhere, whatever node is named.
+        options = {"num_gpus": 0, "num_cpus": 0, "memory": 1, "scheduling_strategy": where}
         plans.append(ActorPlan(f"engine-{i}", engine.replace(**changes), options))
     return plans

@@ -16,6 +16,8 @@ CPU_NODE = NodeResources(A, cpus=8, gpus=0)
 def nodes_of(plans: list[ActorPlan]) -> list[str]:
     where = [plan.options["scheduling_strategy"] for plan in plans]
     assert all(strategy.soft for strategy in where)
+    # Ray minds the node only of an actor that asks for something.
+    assert all(plan.options["memory"] for plan in plans)
     return [strategy.node_id for strategy in where]
 
 
