@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+import cast_ray  # noqa: F401 - before any test imports PyTorch: it says how long OpenMP threads spin
+
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
