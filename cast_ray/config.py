@@ -7,6 +7,7 @@ One precedence everywhere: what the caller or the command line says, then the YA
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -66,6 +67,12 @@ class EngineConfig(Settings):
     probe_seconds: float = Field(25.0, gt=0, description="most seconds that measuring the device may take")
     trust_remote_code: bool = Field(False, description="run modelling code shipped with a checkpoint")
 
+    @model_validator(mode="after")
+    def _width_is_known(self) -> Self:
+        """Said before anything is started: a job's engines would all find it out after loading."""
+        check_width(self.width, self.max_nodes)
+        return self
+
 
 class PoolConfig(Settings):
     """The engine actors of a job."""
@@ -98,6 +105,21 @@ class BatchConfig(Settings):
         except RequestError as error:
             raise ConfigError(str(error)) from None
         return self
+
+
+def check_width(spec: str, max_nodes: int) -> None:
+    """ConfigError where `width` is spelt like no policy, or asks for a wider tree than `max_nodes`."""
+    known = "Known: ar, chain, fixed:N (such as fixed:31), deployment"
+    kind, _, count = spec.partition(":")
+    if spec not in ("ar", "chain", "deployment") and not spec.startswith("fixed:"):
+        raise ConfigError(describe("width", spec, "is no known policy", known))
+    if kind != "fixed":
+        return
+    if not re.fullmatch("[0-9]+", count) or int(count) == 0:
+        raise ConfigError(describe("width", spec, "needs a whole number of nodes of at least 1", known))
+    if int(count) > max_nodes:
+        problem = f"is wider than max_nodes={max_nodes}"
+        raise ConfigError(describe("width", spec, problem, f"Raise max_nodes to {int(count)}, or narrow the tree"))
 
 
 def _explain(kind: type[BaseModel], error: ValidationError) -> str:

@@ -5,17 +5,16 @@ Policies see masses, counts and the latency table, never a model. They change sp
 
 from __future__ import annotations
 
-import re
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
+from cast_ray.config import check_width
 from cast_ray.errors import ConfigError, describe
 from cast_ray.width.gain import RoundLengthEstimate
 from cast_ray.width.latency import LatencyTable
 
-KNOWN = "Known: ar, chain, fixed:N (such as fixed:31), deployment"
 # Request-rounds that `deployment` watches before it settles.
 CALIBRATION_ROUNDS = 48
 # While it watches it verifies as many candidates as cost at most this much of a forward over one token a request.
@@ -170,16 +169,10 @@ def make_policy(spec: str, *, block_size: int | None, max_nodes: int, latency: L
     latency: this device's table; `deployment` needs it.
     Raises ConfigError when the spec is unknown, out of range, or needs what is missing.
     """
-    if spec == "ar":
+    check_width(spec, max_nodes)
+    kind, _, count = spec.partition(":")
+    if kind == "ar":
         return FixedWidth("ar", 0, branching=False)
-    kind, colon, count = spec.partition(":")
-    if (kind, colon) not in (("chain", ""), ("fixed", ":"), ("deployment", "")):
-        raise ConfigError(describe("width", spec, "is no known policy", KNOWN))
-    if kind == "fixed" and (not re.fullmatch("[0-9]+", count) or int(count) == 0):
-        raise ConfigError(describe("width", spec, "needs a whole number of nodes of at least 1", KNOWN))
-    if kind == "fixed" and int(count) > max_nodes:
-        problem = f"is wider than max_nodes={max_nodes}"
-        raise ConfigError(describe("width", spec, problem, f"Raise max_nodes to {int(count)}, or narrow the tree"))
     if block_size is None or block_size < 2:
         remedy = 'Set width="ar" to decode without one, or give a drafter'
         raise ConfigError(describe("width", spec, "needs a drafter that drafts at least one token", remedy))
