@@ -22,7 +22,6 @@ from transformers import Gemma3TextConfig
 from cast_ray.config import EngineConfig
 from cast_ray.engine.engine import Engine
 from cast_ray.errors import ConfigError, InputError
-from cast_ray.models.embedded import has_embedded
 from cast_ray.request import SamplingParams
 from cast_ray.training.config import TrainConfig
 from cast_ray.training.driver import run_training
@@ -213,7 +212,6 @@ def test_engine_actors_write_the_same_answers(target: Path, prompts: Path, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_embedded(), reason="the embedded target is not installed")
 def test_the_embedded_target_s_drafter_of_a_few_steps_beats_none(tmp_path: Path) -> None:
     config = TrainConfig(work=tmp_path, answers=64, held_out=8, evaluated=4, answer_tokens=32, steps=20, sequences=4)
     folder = run_training(config, Console(quiet=True))
