@@ -56,9 +56,7 @@ def read_shortlist(folder: Path, vocab_size: int, device: torch.device) -> Tenso
         ids = load_file(path)["token_ids"]
     except (OSError, SafetensorError, KeyError) as error:
         problem = f"cannot be read ({error})"
-        raise DrafterError(
-            describe("drafter", str(path), problem, "Remove the file to draft over all tokens")
-        ) from None
+        raise DrafterError(describe("drafter", str(path), problem, REMEDY)) from None
     fits = ids.ndim == 1 and ids.dtype == torch.int64 and 0 < ids.numel() == ids.unique().numel()
     if not fits or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         problem = f"must hold distinct int64 token ids below {vocab_size}"

@@ -16,14 +16,6 @@ from cast_ray.width.curve import Array, pool_adjacent
 PRIOR_ACCEPTED = 16.0
 
 
-def expected_round_lengths(masses: Tensor) -> Tensor:
-    """R(N) = 1 + sum of the N greatest masses, for every N at once: [B, N] sorted masses -> [B, N+1] float32.
-
-    Taking the masses at their word; `RoundLengthEstimate` corrects them by what was accepted.
-    """
-    return torch.nn.functional.pad(masses.float().cumsum(dim=1), (1, 0)) + 1.0
-
-
 class RoundLengthEstimate:
     """The mean R(N) of one engine, learnt from its rounds for all N at once.
 

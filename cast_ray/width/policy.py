@@ -28,7 +28,7 @@ class WidthPolicy(Protocol):
 
     name: the spelling that makes it, such as `fixed:31`.
     max_nodes: the widest tree that it can ask for, a request; 0 never drafts.
-    branching: False asks for the top-1 chain, packed from one candidate a depth.
+    branching: False asks for the chain of the likeliest child at each depth.
     """
 
     @property

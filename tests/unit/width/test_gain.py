@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cast_ray.width.gain import RoundLengthEstimate, expected_round_lengths
+from cast_ray.width.gain import RoundLengthEstimate
 from tests.unit.width.simulated_rounds import World, true_round_lengths, verify
 
 NODES = 30
@@ -20,12 +20,6 @@ def run(world: World, width: int, rounds: int, batch: int = 500) -> RoundLengthE
         accepted = verify(tree, target, widths)
         estimate.observe(tree.masses, widths, accepted.path, accepted.lengths)
     return estimate
-
-
-def test_expected_round_length_is_one_and_the_sum_of_the_masses() -> None:
-    masses = torch.tensor([[0.5, 0.25, 0.125], [1.0, 0.0, 0.0]])
-    assert expected_round_lengths(masses).tolist() == [[1.0, 1.5, 1.75, 1.875], [1.0, 2.0, 2.0, 2.0]]
-    assert expected_round_lengths(torch.zeros(2, 0)).tolist() == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 2.0, 0.6])
