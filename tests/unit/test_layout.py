@@ -11,6 +11,7 @@ import cast_ray
 PACKAGE = Path(cast_ray.__file__).parent
 FLOORS = [
     {"cli"},
+    {"commands"},
     {"batch", "training"},
     {"pool"},
     {"stats"},

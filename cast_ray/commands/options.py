@@ -1,0 +1,19 @@
+"""Options of the command line that are settings: their help and default are said once, in the settings class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from cast_ray.config import Settings
+
+
+def option(kind: type[Settings], field: str, *names: str) -> Any:
+    """An option for a field of a settings class; its value is None when it is not said."""
+    about = kind.model_fields[field]
+    text = about.description or ""
+    text = text[:1].upper() + text[1:]
+    if about.default is not None and about.default is not False:
+        text += f" (default {about.default})"
+    return typer.Option(*(names or (f"--{field.replace('_', '-')}",)), help=text, show_default=False)
