@@ -36,6 +36,7 @@ def train_drafter(
     ] = None,
     intermediate: Annotated[int | None, option(TrainConfig, "intermediate")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Block positions see only those before them.")] = False,
+    start_from: Annotated[str | None, option(TrainConfig, "start_from")] = None,
     steps: Annotated[int | None, option(TrainConfig, "steps")] = None,
     minutes: Annotated[float | None, option(TrainConfig, "minutes")] = None,
     sequences: Annotated[int | None, option(TrainConfig, "sequences")] = None,
@@ -65,6 +66,8 @@ def train_drafter(
       cast-ray train-drafter --target Qwen/Qwen3-0.6B --prompts prompts.jsonl --minutes 120 --output my-drafter
 
       cast-ray train-drafter --target ./my-model --own-share 1 --answers 2000 --layers 2 --block-size 6
+
+      cast-ray train-drafter --start-from embedded --prompts prompts.jsonl --learning-rate 0.002 --minutes 60
 
       ray job submit --working-dir . -- python jobs/train_drafter.py --config train.yaml
     """

@@ -43,6 +43,9 @@ class TrainConfig(Settings):
     taps: tuple[int, ...] | None = Field(None, description="target layers that it reads; default: five, spread evenly")
     intermediate: int | None = Field(None, ge=8, description="width of its MLP; default: the target's")
     causal: bool = Field(False, description="block positions see only those before them")
+    start_from: str | None = Field(
+        None, description="drafter to go on from, a folder or 'embedded'; default: random weights"
+    )
 
     steps: int | None = Field(None, ge=1, description="optimiser steps in all")
     minutes: float | None = Field(None, gt=0, description="minutes to train for in this run")

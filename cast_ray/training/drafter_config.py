@@ -14,6 +14,7 @@ from cast_ray.models.loading import LoadedTarget
 from cast_ray.training.config import TrainConfig
 from cast_ray.training.features import choose_taps
 from cast_ray.training.files import read_json, write_json
+from cast_ray.training.start import mask_token_of
 
 # DFlash 2: rows that a convolution sees, channels that share a dynamic kernel, width of the codebooks, candidates.
 CONV_KERNEL, CONV_GROUP, SELECTOR_RANK, SELECTOR_TOP_K = 3, 64, 32, 16
@@ -27,6 +28,8 @@ def write_config(config: TrainConfig, loaded: LoadedTarget, seen: set[int], fold
     raw, known = drafter_config(config, loaded, seen), read_json(folder / "config.json")
     if known is not None:
         raw["dflash_config"]["mask_token_id"] = known["dflash_config"]["mask_token_id"]
+    elif config.start_from is not None:
+        raw["dflash_config"]["mask_token_id"] = mask_token_of(config.start_from)
     write_json(folder / "config.json", raw)
     return read_config(folder)
 

@@ -28,6 +28,7 @@ from cast_ray.training.loop import Frozen, fresh_state, train
 from cast_ray.training.progress import TrainingProgress, step_report
 from cast_ray.training.prompts import read_prompts
 from cast_ray.training.reliability import chain_reliability
+from cast_ray.training.start import check_start, start_from
 
 
 def run_training(config: TrainConfig, console: Console | None = None) -> Path:
@@ -42,7 +43,10 @@ def run_training(config: TrainConfig, console: Console | None = None) -> Path:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     loaded = load_target(config.target, dtype, device, attn_implementation=ATTENTION_NAME)
-    taps = tuple(drafter_config(config, loaded, set())["dflash_config"]["target_layer_ids"])
+    asked = drafter_config(config, loaded, set())
+    if config.start_from is not None:
+        check_start(config.start_from, asked)
+    taps = tuple(asked["dflash_config"]["target_layer_ids"])
     work = config.work_dir
     work.mkdir(parents=True, exist_ok=True)
     sweep_parts(work)
@@ -64,6 +68,9 @@ def run_training(config: TrainConfig, console: Console | None = None) -> Path:
     state = fresh_state(config, draft, sequences, embedding, device)
     if state.load(work / "training"):
         console.print(f"going on from step {state.step}", highlight=False)
+    elif config.start_from is not None:
+        fresh = start_from(config.start_from, state.network, state.scale)
+        console.print(f"starting from {config.start_from}, with {len(fresh)} new tensors", highlight=False)
     vocabulary = draft_vocabulary(work, config.draft_vocab, embedding.shape[0]).to(device)
     frozen = Frozen.of(embedding, head, vocabulary, dtype)
     with TrainingProgress(console, config) as progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from transformers import Gemma3TextConfig
 
 from cast_ray.config import EngineConfig
+from cast_ray.drafters.checkpoint import read_config
 from cast_ray.engine.engine import Engine
 from cast_ray.errors import ConfigError, InputError
 from cast_ray.request import SamplingParams
@@ -84,7 +86,7 @@ def test_the_export_drafts_here_and_loads_in_the_public_package(
     assert not info["unexpected_keys"]
     assert public.block_size == 4
 
-    pair = json.loads((folder / "pair.json").read_text())
+    pair = json.loads((folder / "config.json").read_text())["cast_ray_pair"]
     assert pair["target"] == str(target)
     assert pair["target_layer_ids"] == [0, 1, 2]
     card = (folder / "README.md").read_text()
@@ -184,6 +186,49 @@ def test_a_longer_run_goes_on_from_before_the_rate_fell(target: Path, prompts: P
     ours, theirs = load_file(grown / "model.safetensors"), load_file(once / "model.safetensors")
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], atol=0.0, rtol=0.0)
+
+
+def test_a_drafter_is_what_a_run_may_start_from(target: Path, prompts: Path, tmp_path: Path) -> None:
+    first = run_training(_config(target, prompts, tmp_path / "first", evaluated=0), Console(quiet=True))
+    known = load_file(first / "model.safetensors")
+    for architecture, new in (("dflash", 0), ("dflash2", 7)):
+        # A learning rate of next to nothing: what is exported is what it started from.
+        still = {"start_from": str(first), "steps": 1, "learning_rate": 1e-9, "weight_decay": 0.0, "evaluated": 0}
+        config = _config(target, prompts, tmp_path / architecture, architecture=architecture, **still)
+        ours = load_file(run_training(config, Console(quiet=True)) / "model.safetensors")
+        for name in known:
+            torch.testing.assert_close(ours[name].float(), known[name].float(), atol=1e-6, rtol=2**-7)
+        assert len(ours) - len(known) == new
+    with pytest.raises(ConfigError, match="num_hidden_layers 1, asked for 2"):
+        run_training(_config(target, prompts, tmp_path / "b", layers=2, start_from=str(first)), Console(quiet=True))
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_pack_trains_where_it_was_carried_to(
+    target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "train_on_gpu.py"
+    spec = importlib.util.spec_from_file_location("train_on_gpu", script)
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    monkeypatch.setattr(tool, "SHARD_BYTES", 4000)
+    first = run_training(_config(target, prompts, tmp_path / "first", evaluated=0), Console(quiet=True))
+    files = tool.pack(str(target), prompts, tmp_path / "first", str(first), tmp_path / "pack")
+    assert max(path.stat().st_size for path in files) <= 4000
+    small = {name: value for name, value in SMALL.items() if name not in ("steps", "device", "answers", "soft_top")}
+    flags = [word for name, value in small.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["train_on_gpu.py"])
+    out = tmp_path / "drafter"
+    # The answers that were carried along are taken: only the second 64 are new.
+    flags += ["--answers", "192"]
+    tool.train(tmp_path / "pack", 0.02, out, "cpu", tmp_path / "scratch", flags)
+    assert read_config(out).taps == read_config(first).taps
+    there, here = tmp_path / "first" / "answers", tmp_path / "scratch" / "work" / "answers"
+    assert len(list(here.iterdir())) == 3
+    for path in there.iterdir():
+        assert (here / path.name).read_bytes() == path.read_bytes()
 
 
 def test_what_cannot_work_is_said_before_any_work(target: Path, prompts: Path, tmp_path: Path) -> None:
