@@ -82,11 +82,11 @@ class TrainConfig(Settings):
 
     def wanted_answers(self, given: int) -> int:
         """Answers to train on: as many as asked for, else one a given prompt and at least 1000, but no more than the
-        steps can use."""
+        steps see twice."""
         if self.answers is not None:
             return self.answers
         wanted = max(LEAST_ANSWERS, given)
-        return wanted if self.steps is None else min(wanted, self.steps * self.sequences)
+        return wanted if self.steps is None else min(wanted, max(1, self.steps * self.sequences // 2))
 
     @property
     def output_dir(self) -> Path:
