@@ -31,6 +31,10 @@ class RequestError(CastRayError, ValueError):
     """One request is invalid. Others go on."""
 
 
+class QueueFullError(RequestError):
+    """The engine has as many waiting requests as it takes; the same request may be sent again later."""
+
+
 class EngineError(CastRayError, RuntimeError):
     """The engine itself failed; every pending request fails with this cause."""
 

@@ -42,7 +42,10 @@ class Drafter(Protocol):
         ...
 
     def observe(self, features: Tensor, slots: Tensor, positions: Tensor) -> None:
-        """Take in the target's features `[n, taps * hidden]` of committed tokens, by KV slot and position `[n]`."""
+        """Take in the target's features `[n, taps * hidden]` of committed tokens, by KV slot and position `[n]`.
+
+        Cheap: a round that does not draft pays for it too.
+        """
         ...
 
     def propose(self, contexts: DraftContexts, top_k: int) -> DraftScores:
@@ -54,5 +57,8 @@ class Drafter(Protocol):
         ...
 
     def forget(self, pages: list[int]) -> None:
-        """Drop what is kept for these pages: their request has left, and another may own them next."""
+        """Drop what is kept for these pages: nobody uses them any more, and another request may own them next.
+
+        A page that stays in the prefix cache is not forgotten: whoever takes it over finds the drafter's part of it.
+        """
         ...

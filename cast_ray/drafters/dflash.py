@@ -25,14 +25,15 @@ from cast_ray.drafters.base import DraftContexts
 from cast_ray.drafters.checkpoint import WEIGHTS, DFlashConfig
 from cast_ray.drafters.dflash2 import CandidateSelector, DynamicConv
 from cast_ray.drafters.head import DraftHead, read_shortlist
+from cast_ray.drafters.pending import PendingRows
 from cast_ray.errors import DrafterError, describe
 from cast_ray.models.attention.base import AttentionBackend, Group, Layer
+from cast_ray.models.fused import speed_up_network
 from cast_ray.models.kv_cache import KVCache, slots_of
-from cast_ray.models.linear import speed_up_linears
 from cast_ray.models.target import Target
 from cast_ray.trees.pack import DraftScores
 
-# Context rows that may wait for the next proposal; beyond it they are written to the cache by themselves.
+# Context rows that may wait for the next proposal; when there are more, they are written to the cache by themselves.
 MAX_PENDING_ROWS = 1024
 
 
@@ -162,7 +163,8 @@ class DFlashDrafter:
             device=target.device,
         )
         self._block_tail = torch.full((1, config.block_size - 1), config.mask_token_id, device=target.device)
-        self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
+        width = len(config.taps) * target.hidden_size
+        self._pending = PendingRows(MAX_PENDING_ROWS, width, target.dtype, target.device)
 
     def shape(self) -> dict[str, Any]:
         return {
@@ -175,17 +177,15 @@ class DFlashDrafter:
         }
 
     def observe(self, features: Tensor, slots: Tensor, positions: Tensor) -> None:
-        self._pending.append((features, slots, positions))
-        if sum(rows.shape[0] for _, rows, _ in self._pending) > MAX_PENDING_ROWS:
+        if not self._pending.has_room(features.shape[0]):
             self._write_context()
+        if self._pending.has_room(features.shape[0]):
+            self._pending.add(features, slots, positions)
+        else:
+            self._write_rows(features, slots, positions)
 
     def forget(self, pages: list[int]) -> None:
-        gone = torch.tensor(pages, device=self._target.device)
-        kept = []
-        for features, slots, positions in self._pending:
-            stays = ~torch.isin(torch.div(slots, self._page_size, rounding_mode="floor"), gone)
-            kept.append((features[stays], slots[stays], positions[stays]))
-        self._pending = kept
+        self._pending.forget(torch.tensor(pages, device=self._target.device), self._page_size)
 
     def propose(self, contexts: DraftContexts, top_k: int) -> DraftScores:
         hidden = self.block_hidden(contexts)[:, 1:]
@@ -209,7 +209,7 @@ class DFlashDrafter:
     def block_hidden(self, contexts: DraftContexts) -> Tensor:
         """One draft forward: `[B, block_size, hidden]`. Takes what was observed into the context on the way."""
         batch, size, device = len(contexts.lengths), self.block_size, self._target.device
-        features, slots, positions = self._take_pending()
+        features, slots, positions = self._pending.take()
         offsets = torch.arange(size, device=device)
         block_positions = contexts.positions[:, None] + offsets
         block_slots = slots_of(contexts.tables, block_positions, self._page_size)
@@ -229,7 +229,9 @@ class DFlashDrafter:
 
     def _write_context(self) -> None:
         """Put what was observed into the cache without drafting."""
-        features, slots, positions = self._take_pending()
+        self._write_rows(*self._pending.take())
+
+    def _write_rows(self, features: Tensor, slots: Tensor, positions: Tensor) -> None:
         if slots.shape[0]:
             forward = self._forward(slots, positions, slots.shape[0], [])
             context = self.network.context(features)
@@ -240,14 +242,6 @@ class DFlashDrafter:
         cos, sin = self.network.rotary_emb(self._target.embedding[:1], positions[None])
         plan = self._target.backend.plan(groups, self.cache)
         return _Forward(cos[0], sin[0], slots, context_rows, self.cache, self._target.backend, plan)
-
-    def _take_pending(self) -> tuple[Tensor, Tensor, Tensor]:
-        pending, self._pending = self._pending, []
-        if not pending:
-            none = torch.empty(0, dtype=torch.int64, device=self._target.device)
-            return self._target.embedding[:0], none, none
-        features, slots, positions = zip(*pending, strict=True)
-        return torch.cat(features), torch.cat(slots), torch.cat(positions)
 
 
 def load_dflash(folder: Path, config: DFlashConfig, target: Target, slots: int, page_size: int) -> DFlashDrafter:
@@ -261,7 +255,7 @@ def load_dflash(folder: Path, config: DFlashConfig, target: Target, slots: int, 
     network = build_network(config, weights, folder).to(target.device, target.dtype).eval()
     # The cast rounds the rotary frequencies too; far positions need them in float32.
     network.rotary_emb = Qwen3RotaryEmbedding(config.model).to(target.device)
-    speed_up_linears(network)
+    speed_up_network(network)
     shortlist = read_shortlist(folder, target.vocab_size, target.device)
     return DFlashDrafter(config, network, target, slots, page_size, shortlist)
 

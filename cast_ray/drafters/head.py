@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cast_ray.drafters.checkpoint import DFlashConfig
 from cast_ray.errors import DrafterError, describe
-from cast_ray.models.linear import speed_up_linears
+from cast_ray.models.linear import pack_linears
 
 SHORTLIST = "draft_vocab.safetensors"
 REMEDY = "Remove the file to draft over all tokens"
@@ -72,5 +72,6 @@ def _rows_of(head: nn.Module, shortlist: Tensor) -> nn.Module:
     small.weight = nn.Parameter(weight.detach()[shortlist], requires_grad=False)
     if isinstance(bias, Tensor):
         small.bias = nn.Parameter(bias.detach()[shortlist], requires_grad=False)
-    speed_up_linears(small)
-    return small
+    holder = nn.Sequential(small)
+    pack_linears(holder, exact=False)
+    return holder

@@ -1,23 +1,23 @@
-"""An asyncio front for an engine: one thread runs the rounds, any number of event loops await completions.
+"""An asyncio front for an engine: one thread runs the rounds, any number of event loops await their requests.
 
 A request's failure is its own. A failure of the loop fails every pending request with its cause and ends the engine.
 """
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import Any
 
 from cast_ray.config import EngineConfig
-from cast_ray.engine.engine import Engine
+from cast_ray.engine.engine import Engine, Event
+from cast_ray.engine.streams import Delta, Stream, wake
 from cast_ray.errors import EngineError
 from cast_ray.request import Completion, Prompt, SamplingParams
-
-Result = TypeVar("Result")
 
 
 class AsyncEngine:
@@ -26,36 +26,55 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig | None = None) -> None:
         self._engine = Engine(config)
         self._wake = threading.Condition()
-        self._inbox: deque[tuple[Callable[[], None], Future[Any] | None]] = deque()
-        self._pending: dict[str, Future[Completion]] = {}
+        self._inbox: deque[tuple[Callable[[], None], Callable[[Exception], None]]] = deque()
+        self._streams: dict[str, Stream] = {}
+        self._names = itertools.count()
         self._failure: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="cast-ray-engine", daemon=True)
         self._thread.start()
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> Completion:
         """Complete one prompt. RequestError when it is invalid, EngineError when the engine has failed.
 
         Cancelling the awaiting task aborts the request within a round.
         """
-        future: Future[Completion] = Future()
-        request_id = request_id or f"request-{id(future):x}"
-        self._post(lambda: self._start(request_id, prompt, params, future), future)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            self._post(lambda: self._abort(request_id), None)
-            raise
+        with self._opened(prompt, params, request_id, priority, every_delta=False) as stream:
+            completion = (await stream.next()).completion
+            assert completion is not None, "such a stream wakes only for the end"
+            return completion
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[Delta, None]:
+        """The tokens and text of one prompt as they come; the last delta has the completion. Errors as in `generate`.
+
+        A consumer that is slower than the engine gets fewer, larger deltas. Closing the generator, or cancelling the
+        task that iterates, aborts the request within a round. priority: lower numbers go first.
+        """
+        with self._opened(prompt, params, request_id, priority, every_delta=True) as stream:
+            while not stream.ended:
+                yield await stream.next()
 
     def stats(self) -> dict[str, Any]:
         """The engine's statistics, read between two rounds."""
         if not self.healthy:
             return self._engine.stats()
         future: Future[dict[str, Any]] = Future()
-        self._post(lambda: future.set_result(self._engine.stats()), future)
         try:
+            self._post(lambda: future.set_result(self._engine.stats()), future.set_exception)
             return future.result()
         except EngineError:  # it failed meanwhile; what it counted is still there
             return self._engine.stats()
@@ -63,6 +82,11 @@ class AsyncEngine:
     def render(self, prompt: Prompt) -> list[int]:
         """See Engine.render."""
         return self._engine.render(prompt)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer."""
+        return self._engine.tokenizer
 
     @property
     def healthy(self) -> bool:
@@ -76,47 +100,70 @@ class AsyncEngine:
             self._wake.notify()
         self._thread.join()
 
-    def _post(self, action: Callable[[], None], future: Future[Result] | None) -> None:
+    @contextmanager
+    def _opened(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int, *, every_delta: bool
+    ) -> Iterator[Stream]:
+        """A submitted request's stream; the request is aborted when its consumer leaves before the end."""
+        stream = Stream(request_id or f"request-{next(self._names)}", every_delta)
+        self._post(lambda: self._start(stream, prompt, params, priority), stream.fail)
+        try:
+            yield stream
+        finally:
+            if not stream.ended:
+                self._give_up(stream)
+
+    def _give_up(self, stream: Stream) -> None:
         with self._wake:
             if self.healthy:
-                self._inbox.append((action, future))
+                self._inbox.append((lambda: self._abort(stream), _nobody))
+                self._wake.notify()
+
+    def _post(self, action: Callable[[], None], fail: Callable[[Exception], None]) -> None:
+        """Have the loop thread do `action`; `fail` is told where it ends before. EngineError when it has ended."""
+        with self._wake:
+            if self.healthy:
+                self._inbox.append((action, fail))
                 self._wake.notify()
                 return
-        if future is not None:
-            raise self._error()
+        raise self._error()
 
-    def _start(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None, future: Future[Completion]
-    ) -> None:
-        # From here on nobody can cancel the future itself; a cancelled caller aborts the request instead.
-        if not future.set_running_or_notify_cancel():
-            return
+    def _start(self, stream: Stream, prompt: Prompt, params: SamplingParams | None, priority: int) -> None:
         try:
-            if request_id in self._pending:
-                raise EngineError(f"request_id={request_id!r} is in use. Give each request its own.")
-            self._engine.submit(request_id, prompt, params)
-        except Exception as error:
-            future.set_exception(error)
+            self._engine.submit(stream.request_id, prompt, params, priority=priority, stream=stream.every_delta)
+        except Exception as error:  # whatever one request provokes is its own
+            stream.fail(error)
             return
-        self._pending[request_id] = future
+        self._streams[stream.request_id] = stream
 
-    def _abort(self, request_id: str) -> None:
-        if self._pending.pop(request_id, None) is not None:
-            self._engine.abort(request_id)
+    def _abort(self, stream: Stream) -> None:
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
+            self._engine.abort(stream.request_id)
 
     def _loop(self) -> None:
         try:
             while not self._closed:
                 self._take_inbox()
-                for event in self._engine.step():
-                    if event.completion is not None:
-                        self._pending.pop(event.request_id).set_result(event.completion)
+                self._deliver(self._engine.step())
         except BaseException as error:
             self._failure = error
         finally:
             self._fail_pending()
 
+    def _deliver(self, events: list[Event]) -> None:
+        woken = []
+        for event in events:
+            stream = self._streams[event.request_id]
+            if stream.add(event.token_ids, event.text, event.completion):
+                woken.append(stream)
+            if event.completion is not None:
+                del self._streams[event.request_id]
+        wake(woken)
+
     def _take_inbox(self) -> None:
+        if not (self._inbox or self._engine.has_work):
+            self._engine.check_integrity()
         with self._wake:
             while not (self._inbox or self._engine.has_work or self._closed):
                 self._wake.wait()
@@ -132,12 +179,11 @@ class AsyncEngine:
             waiting, self._inbox = list(self._inbox), deque()
         error = self._error()
         # Nothing is asked of the engine any more: it may be what failed.
-        for future in self._pending.values():
-            future.set_exception(error)
-        self._pending.clear()
-        for _, queued in waiting:
-            if queued is not None and queued.set_running_or_notify_cancel():
-                queued.set_exception(error)
+        for stream in self._streams.values():
+            stream.fail(error)
+        self._streams.clear()
+        for _, fail in waiting:
+            fail(error)
 
     def _error(self) -> EngineError:
         if self._failure is None:
@@ -145,3 +191,7 @@ class AsyncEngine:
         error = EngineError(f"the engine failed: {type(self._failure).__name__}: {self._failure}. Start another one.")
         error.__cause__ = self._failure
         return error
+
+
+def _nobody(error: Exception) -> None:
+    """Whom a failed abort is told."""

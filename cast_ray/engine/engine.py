@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cast_ray.calibration.profile import device_name
 from cast_ray.config import EngineConfig
+from cast_ray.drafters.base import Drafter
+from cast_ray.engine.detokenise import OutputText
+from cast_ray.engine.health import DrafterHealth
 from cast_ray.engine.prompts import pair_params, render
 from cast_ray.engine.round import RoundRunner
-from cast_ray.engine.scheduler import Scheduler, Sequence
+from cast_ray.engine.scheduler import Scheduler
+from cast_ray.engine.sequence import Sequence
 from cast_ray.engine.setup import build
-from cast_ray.errors import RequestError
-from cast_ray.models.kv_cache import PageAllocator
+from cast_ray.engine.totals import Totals
+from cast_ray.errors import QueueFullError, RequestError, describe
+from cast_ray.models.pages import PagePool
 from cast_ray.request import Completion, Prompt, SamplingParams
+from cast_ray.width.policy import WidthPolicy
 
 # Of a step's packed tokens, the share that prompts may always have, however many requests decode.
 PROMPT_SHARE = 0.25
@@ -26,32 +33,15 @@ PROMPT_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Event:
-    """What a step did for one request: the tokens that it gained, and its completion where it ended."""
+    """What a step did for one request: the tokens that it gained, and its completion where it ended.
+
+    text: what a streaming request may show more than before; always empty for others.
+    """
 
     request_id: str
     token_ids: list[int]
     completion: Completion | None = None
-
-
-@dataclass
-class Totals:
-    """Sums over an engine's life; times in wall ms. A request-round is one request's part in one round.
-
-    prefill_ms: steps of prompt chunks alone; chunks that rode along with a round are in its verify_ms.
-    """
-
-    requests_finished: int = 0
-    input_tokens: int = 0
-    tokens_generated: int = 0
-    steps: int = 0
-    request_rounds: int = 0
-    tokens_committed: int = 0
-    nodes_verified: int = 0
-    draft_ms: float = 0.0
-    verify_ms: float = 0.0
-    host_ms: float = 0.0
-    prefill_ms: float = 0.0
-    finish_reasons: dict[str, int] = field(default_factory=dict)
+    text: str = ""
 
 
 class Engine:
@@ -73,21 +63,16 @@ class Engine:
         self.max_context = parts.max_context
         self.device = parts.device
         self._scheduler = Scheduler(
-            PageAllocator(parts.num_pages),
+            PagePool(parts.num_pages),
             self.config.page_size,
             self.config.max_batch_size,
             parts.max_context,
             parts.scratch,
             parts.device,
+            share_prefixes=self.config.prefix_cache,
         )
-        self._rounds = RoundRunner(
-            parts.target,
-            parts.drafter,
-            parts.policy,
-            page_size=self.config.page_size,
-            top_k=self.config.candidates_per_depth,
-            max_context=parts.max_context,
-        )
+        self.health = DrafterHealth(parts.drafter_name) if parts.drafter is not None else None
+        self.use_policy(parts.policy, health=self.health)
         self._last_width = 0
         self.totals = Totals()
 
@@ -108,11 +93,13 @@ class Engine:
             except RequestError as error:
                 raise RequestError(f"prompts[{number}]: {error}") from None
         ids = [f"generate-{secrets.token_hex(4)}-{number}" for number in range(len(prompts))]
-        for request_id, tokens, params in zip(ids, rendered, chosen, strict=True):
-            self.submit(request_id, tokens, params)
+        # Not all at once: there may be more than the queue takes.
+        to_come = deque(zip(ids, rendered, chosen, strict=True))
         done: dict[str, Completion] = {}
         try:
             while len(done) < len(ids):
+                while to_come and not self._queue_is_full:
+                    self.submit(*to_come.popleft())
                 for event in self.step():
                     if event.completion is not None:
                         done[event.request_id] = event.completion
@@ -127,22 +114,40 @@ class Engine:
         """Token ids of a prompt; RequestError when it is empty or of no known kind."""
         return render(prompt, self._parts.loaded, self._parts.target.vocab_size)
 
-    def submit(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None) -> None:
-        """Queue a request; RequestError when it can never run."""
+    def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        stream: bool = False,
+    ) -> None:
+        """Queue a request. RequestError when it can never run, QueueFullError when too many wait already.
+
+        priority: lower numbers go first, then who came first. stream: its events carry text.
+        """
         params = params or SamplingParams()
+        if self._scheduler.find(request_id) is not None:
+            raise RequestError(describe("request_id", request_id, "is in use", "Give each request its own"))
+        if self._queue_is_full:
+            problem = f"{len(self._scheduler.waiting)} requests wait already"
+            remedy = "Send it again when some are done, add engines, or raise max_waiting"
+            raise QueueFullError(describe("max_waiting", self.config.max_waiting, problem, remedy))
         tokens = self.render(prompt)
         self._check_length(tokens, params)
         seed = params.seed if params.seed is not None else secrets.randbits(63) if params.temperature else 0
         stop = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._parts.loaded.eos_token_ids)
         end = min(len(tokens) + params.max_tokens, self.max_context)
-        self._scheduler.add(Sequence(request_id, tokens, len(tokens), params, seed, stop, end))
+        text = OutputText(self.tokenizer) if stream else None
+        self._scheduler.add(
+            Sequence(request_id, tokens, len(tokens), params, seed, stop, end, priority=priority, text=text)
+        )
 
     def abort(self, request_id: str) -> Completion | None:
         """End a request where it stands; None when there is none of that name."""
-        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
-            if sequence.request_id == request_id:
-                return self._finish(sequence, "abort")
-        return None
+        sequence = self._scheduler.find(request_id)
+        return None if sequence is None else self._finish(sequence, "abort")[0]
 
     @property
     def has_work(self) -> bool:
@@ -152,35 +157,26 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """One round for every decoding request, with prompt chunks of others in the same forward."""
+        began = time.perf_counter()
         scheduler, config = self._scheduler, self.config
         # Trees take as many tokens as they need; prompts get what the last round's width would leave of a step.
         decoding = sum(s.decoding for s in scheduler.running) * (self._last_width + 1)
         budget = max(config.max_step_tokens - decoding, int(config.max_step_tokens * PROMPT_SHARE))
         plan = scheduler.plan(budget)
+        self._forget_pages()
         if not plan.decoding and not plan.chunks:
             return []
+        running = time.perf_counter()
         outcome = self._rounds.run(plan, scheduler.tables, self._keep)
-        self._last_width = max(outcome.widths, default=self._last_width)
-        totals = self.totals
-        totals.steps += 1
-        if not plan.decoding:
-            totals.prefill_ms += outcome.verify_ms
-        else:
-            totals.draft_ms += outcome.draft_ms
-            totals.verify_ms += outcome.verify_ms
-        totals.host_ms += outcome.host_ms
-        for sequence, kept, width in zip(plan.decoding, outcome.committed, outcome.widths, strict=True):
-            stats = sequence.stats
-            stats.rounds += 1
-            stats.nodes_verified += width
-            stats.tokens_committed += len(kept)
-            stats.draft_rounds += outcome.drafted
-            totals.request_rounds += 1
-            totals.nodes_verified += width
-            totals.tokens_committed += len(kept)
-        finishing = time.perf_counter()
+        ran = time.perf_counter()
+        scheduler.settle(plan)
+        self.totals.count(plan, outcome)
+        if outcome.widths:
+            self._last_width = max(outcome.widths)
+        settled = time.perf_counter()
         events = [self._event(s, kept) for s, kept in zip(plan.decoding, outcome.committed, strict=True)]
-        totals.host_ms += (time.perf_counter() - finishing) * 1000
+        self.totals.host["schedule"] += (running - began + settled - ran) * 1000
+        self.totals.host["detokenise"] += (time.perf_counter() - settled) * 1000
         return events
 
     def stats(self) -> dict[str, Any]:
@@ -206,61 +202,106 @@ class Engine:
             "mean_nodes": totals.nodes_verified / rounds if rounds else 0.0,
             "draft_ms": totals.draft_ms,
             "verify_ms": totals.verify_ms,
-            "host_ms": totals.host_ms,
+            "host_ms": sum(totals.host.values()),
+            "host": dict(totals.host),
             "prefill_ms": totals.prefill_ms,
-            "width": parts.policy.report(),
+            "target_tokens": totals.target_tokens,
+            "width": self.policy.report(),
+            "drafter_health": self.health.report() if self.health else None,
             "latency": parts.latency.to_dict() if parts.latency else None,
             "running": len(self._scheduler.running),
             "waiting": len(self._scheduler.waiting),
-            "kv_pages_free": self._scheduler.allocator.num_free,
+            "preemptions": self._scheduler.preemptions,
+            "kv_pages_free": self._scheduler.pool.num_available,
+            "kv_pages_cached": self._scheduler.pool.num_idle,
             "kv_pages": parts.num_pages,
+            "prefix_tokens_reused": self._scheduler.prefixes.tokens_reused,
         }
 
+    def use_policy(
+        self, policy: WidthPolicy, drafter: Drafter | None = None, health: DrafterHealth | None = None
+    ) -> None:
+        """Choose widths by `policy` from the next round on, for measurements. Its trees must fit `max_nodes`.
+
+        drafter: one to use instead of the engine's own. health: None lets a drafter that brings nothing go on.
+        """
+        parts = self._parts
+        self.policy = policy
+        self._rounds = RoundRunner(
+            parts.target,
+            drafter or parts.drafter,
+            policy,
+            page_size=self.config.page_size,
+            top_k=self.config.candidates_per_depth,
+            max_context=parts.max_context,
+            health=health,
+        )
+
     def check_integrity(self) -> None:
-        """EngineError when a KV page is lost or owned twice."""
+        """EngineError when a KV page is lost or owned wrongly."""
         self._scheduler.check_integrity()
 
-    def _keep(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], bool]:
+    @property
+    def _queue_is_full(self) -> bool:
+        return len(self._scheduler.waiting) >= self.config.max_waiting
+
+    def _forget_pages(self) -> None:
+        """Pages that changed hands since the last step mean something else to the drafter now."""
+        dropped = self._scheduler.pool.dropped
+        if dropped and self._parts.drafter is not None:
+            self._parts.drafter.forget(dropped)
+        dropped.clear()
+
+    def _keep(self, sequence: Sequence, tokens: list[int]) -> list[int]:
         """Cut a round's tokens at the request's end and append them. See round.Cut."""
         kept = tokens[: sequence.max_length - len(sequence.tokens)]
-        ends = len(sequence.tokens) + len(kept) == sequence.max_length
         for place, token in enumerate(kept):
             if token in sequence.stop_tokens:
-                kept, ends = kept[: place + 1], True
+                kept = kept[: place + 1]
                 break
         if not sequence.stats.rounds:
             sequence.stats.time_to_first_token_ms = (time.perf_counter() - sequence.submitted) * 1000
         sequence.tokens.extend(kept)
         sequence.cached = len(sequence.tokens) - 1
-        return kept, ends
+        return kept
 
     def _event(self, sequence: Sequence, kept: list[int]) -> Event:
         stopped = sequence.tokens[-1] in sequence.stop_tokens
+        text = ""
+        if sequence.text is not None:
+            text = sequence.text.push(kept[:-1] if stopped else kept)[0]
         if stopped or len(sequence.tokens) == sequence.max_length:
-            return Event(sequence.request_id, kept, self._finish(sequence, "stop" if stopped else "length"))
-        return Event(sequence.request_id, kept)
+            completion, rest = self._finish(sequence, "stop" if stopped else "length")
+            return Event(sequence.request_id, kept, completion, text + rest)
+        return Event(sequence.request_id, kept, text=text)
 
-    def _finish(self, sequence: Sequence, reason: str) -> Completion:
-        pages = self._scheduler.finish(sequence)
-        if self._parts.drafter is not None and pages:
-            self._parts.drafter.forget(pages)
+    def _finish(self, sequence: Sequence, reason: str) -> tuple[Completion, str]:
+        """Take it out: its completion, and the text of it that no event has shown yet."""
+        self._scheduler.finish(sequence)
         output = sequence.tokens[sequence.num_prompt :]
-        shown = output[:-1] if reason == "stop" else output
+        rest = ""
+        if sequence.text is not None:
+            rest = sequence.text.finish()
+            text = sequence.text.text
+        else:
+            shown = output[:-1] if reason == "stop" else output
+            text = self.tokenizer.decode(shown, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         sequence.stats.total_ms = (time.perf_counter() - sequence.submitted) * 1000
         totals = self.totals
         totals.requests_finished += 1
         totals.input_tokens += sequence.num_prompt
         totals.tokens_generated += len(output)
         totals.finish_reasons[reason] = totals.finish_reasons.get(reason, 0) + 1
-        return Completion(
+        completion = Completion(
             request_id=sequence.request_id,
-            text=self.tokenizer.decode(shown, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+            text=text,
             token_ids=output,
             finish_reason=reason,
             num_input_tokens=sequence.num_prompt,
             seed=sequence.seed if sequence.params.temperature else sequence.params.seed,
             stats=sequence.stats,
         )
+        return completion, rest
 
     def _check_length(self, tokens: list[int], params: SamplingParams) -> None:
         if len(tokens) >= self.max_context:

@@ -6,6 +6,7 @@ Who takes part is the scheduler's business, where a request ends the engine's; a
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,19 +14,22 @@ import torch
 from torch import Tensor
 
 from cast_ray.drafters.base import DraftContexts, Drafter
-from cast_ray.engine.scheduler import Plan, Sequence
+from cast_ray.engine.health import DrafterHealth
+from cast_ray.engine.scheduler import Plan
+from cast_ray.engine.sequence import Sequence
 from cast_ray.models.attention.base import Step
 from cast_ray.models.flatten import Flattened, PromptChunk, Roots, flatten_trees, make_step
 from cast_ray.models.kv_cache import slots_of
 from cast_ray.models.target import Target
 from cast_ray.sampling.keyed import choose_tokens
 from cast_ray.trees.accept import Accepted, accept
-from cast_ray.trees.pack import pack, pack_chain
+from cast_ray.trees.pack import DraftScores, pack, pack_chain
 from cast_ray.trees.tree import CandidateTree, no_tree
 from cast_ray.width.policy import WidthPolicy
+from cast_ray.width.shape import RoundShape, RoundTimes
 
-# Given a request and the tokens that a round would commit: those to keep, and whether the request ends with them.
-Cut = Callable[[Sequence, list[int]], tuple[list[int], bool]]
+# Given a request and the tokens that a round would commit: takes in those that the request keeps, and returns them.
+Cut = Callable[[Sequence, list[int]], list[int]]
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class Outcome:
     """What a step did.
 
     committed: tokens that each decoding request gained, in the plan's order; widths: its nodes verified; drafted:
-    whether the drafter ran. Times in wall ms; `verify_ms` is the target's forward with the choice of tokens.
+    whether the drafter ran. Times in wall ms: `verify_ms` is the target's forward with the choice of tokens,
+    `draft_ms` the drafter's; host: the rest by stage, `pack`, `choose`, `plan`, `accept` and `commit`.
     """
 
     committed: list[list[int]]
@@ -41,7 +46,7 @@ class Outcome:
     drafted: bool
     draft_ms: float
     verify_ms: float
-    host_ms: float
+    host: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,10 @@ class RoundRunner:
         page_size: int,
         top_k: int,
         max_context: int,
+        health: DrafterHealth | None = None,
     ) -> None:
         self.target = target
+        self.health = health
         self.drafter = drafter if policy.max_nodes else None
         self.policy = policy
         self.page_size = page_size
@@ -79,36 +86,48 @@ class RoundRunner:
             return self._run_prompts(plan, tables)
         clock = _Clock()
         batch = _gather(plan.decoding, tables)
+        shape = RoundShape(batch.roots.lengths, sum(chunk.end - chunk.start for chunk in plan.chunks))
+        clock.lap("plan")
 
-        tree, drafted = self._draft(batch)
-        chosen = self._choose(tree, batch) if drafted else torch.zeros_like(batch.seeds)
-        widths: list[int] = chosen.tolist()
-        masses, tree = tree.masses, tree.slice(max(widths))
-        draft_ms = clock.lap()
+        scores = self._draft(batch, shape)
+        clock.lap("draft")
+        packed = self._pack(scores, batch)
+        clock.lap("pack")
+        chosen = self.policy.choose(packed, shape) if scores is not None else None
+        clock.lap("choose")
+        # Here the host waits for the device: for the drafter, and below for the target.
+        widths = chosen.tolist() if chosen is not None else [0] * shape.batch
+        tree = packed.slice(max(widths))
+        clock.lap("draft")
 
         rows = flatten_trees(batch.roots, tree, widths, self.page_size, self.max_context - 1)
         step = make_step(rows, _prompt_chunks(plan, tables), self.page_size)
-        plan_ms = clock.lap()
+        clock.lap("plan")
 
         output = self.target.forward(step, torch.arange(rows.group.rows, device=tables.device))
-        emitted = rows.unflatten(_emit(output.logits, rows, batch))
-        accepted = accept(emitted, tree, chosen, rows.mask)
+        emitted = _emit(output.logits, rows, batch)
+        clock.lap("verify")
+        accepted = _accept(emitted, rows, tree, chosen)
+        clock.lap("accept")
         read = torch.cat([accepted.lengths[:, None], accepted.tokens], dim=1).tolist()
-        verify_ms = clock.lap()
+        clock.lap("verify")
 
-        if drafted:
-            self.policy.observe(masses, chosen, accepted.path, accepted.lengths)
-        committed, going_on = [], []
-        for sequence, (length, *tokens) in zip(plan.decoding, read, strict=True):
-            kept, ends = cut(sequence, tokens[:length])
-            committed.append(kept)
-            going_on.append(0 if ends else len(kept))
-        self._commit(batch.roots, rows, accepted, going_on, output.features)
+        self._commit(batch.roots, rows, accepted, output.features)
         self._commit_prompts(plan, step, rows.group.rows, output.features)
-        host_ms = plan_ms + clock.lap()
-        if not drafted:
-            draft_ms, host_ms = 0.0, host_ms + draft_ms
-        return Outcome(committed, widths, drafted, draft_ms, verify_ms, host_ms)
+        if chosen is not None:
+            self.policy.observe(packed, chosen, accepted, batch.temperatures)
+            if self.health is not None:
+                # Read behind the wait for the target: nothing is waited for here.
+                verified = torch.arange(packed.max_nodes, device=chosen.device) < chosen[:, None]
+                promised = float((packed.masses * verified).sum())
+                self.health.observe(sum(w > 0 for w in widths), sum(row[0] - 1 for row in read), promised)
+        committed = [
+            cut(sequence, tokens[:length]) for sequence, (length, *tokens) in zip(plan.decoding, read, strict=True)
+        ]
+        clock.lap("commit")
+        self._tell_times(clock, shape, chosen is not None, len(step.tokens), sum(map(len, committed)))
+        host = {stage: clock.ms[stage] for stage in ("pack", "choose", "plan", "accept", "commit")}
+        return Outcome(committed, widths, chosen is not None, clock.ms["draft"], clock.ms["verify"], host)
 
     def _run_prompts(self, plan: Plan, tables: Tensor) -> Outcome:
         clock = _Clock()
@@ -116,40 +135,54 @@ class RoundRunner:
         nothing = torch.empty(0, dtype=torch.int64, device=tables.device)
         output = self.target.forward(step, nothing)
         self._commit_prompts(plan, step, 0, output.features)
-        return Outcome([], [], False, 0.0, clock.lap(), 0.0)
+        clock.lap("verify")
+        return Outcome([], [], False, 0.0, clock.ms["verify"], {})
 
-    def _draft(self, batch: _Batch) -> tuple[CandidateTree, bool]:
-        """Steps 1 and 2: the drafter's scores as a tree of the widest width; no nodes when drafting does not pay."""
+    def _tell_times(self, clock: _Clock, shape: RoundShape, drafted: bool, tokens: int, committed: int) -> None:
+        """The policy hears what the round took; packing and choosing are a part of drafting, as the probe has it."""
+        ms = clock.ms
+        drafting = ms["pack"] + ms["choose"]
+        host = ms["plan"] + ms["accept"] + ms["commit"] + (0.0 if drafted else drafting + ms["draft"])
+        draft = ms["draft"] + drafting if drafted else 0.0
+        self.policy.timed(RoundTimes(shape, tokens, drafted, draft, ms["verify"], host, committed))
+
+    def _draft(self, batch: _Batch, shape: RoundShape) -> DraftScores | None:
+        """Step 1: the drafter's scores, None when drafting does not pay: then the drafter does not run at all."""
+        if self.drafter is None or not self.policy.drafts(shape):
+            return None
+        if self.health is not None and not self.health.may_draft():
+            return None
         roots = batch.roots
-        if self.drafter is None or not self.policy.drafts(len(roots.lengths), _mean(roots.lengths)):
-            return no_tree(len(roots.lengths), roots.tokens.device), False
         contexts = DraftContexts(roots.tokens, roots.lengths, roots.positions, roots.tables, batch.temperatures)
-        scores = self.drafter.propose(contexts, self.top_k)
-        return (pack if self.policy.branching else pack_chain)(scores, self.policy.max_nodes), True
+        return self.drafter.propose(contexts, self.top_k)
 
-    def _choose(self, tree: CandidateTree, batch: _Batch) -> Tensor:
-        """Step 3: nodes to verify, `[B]` int64."""
-        lengths = batch.roots.lengths
-        return self.policy.choose(tree.masses, tree.counts, len(lengths), _mean(lengths))
+    def _pack(self, scores: DraftScores | None, batch: _Batch) -> CandidateTree:
+        """Step 2: the scores as a tree of the widest width; no nodes without a draft."""
+        if scores is None:
+            return no_tree(len(batch.roots.lengths), batch.roots.tokens.device)
+        return (pack if self.policy.branching else pack_chain)(scores, self.policy.max_nodes)
 
-    def _commit(
-        self, roots: Roots, rows: Flattened, accepted: Accepted, kept: list[int], features: Tensor | None
-    ) -> None:
+    def _commit(self, roots: Roots, rows: Flattened, accepted: Accepted, features: Tensor | None) -> None:
         """Step 6: the path's KV entries move to their places behind the root; its features go to the drafter.
 
-        kept: committed tokens of each request that goes on, 0 for one that ends: nobody will read its entries.
+        The whole path moves, of a request that ends on it too: its pages reach that far, and whole ones are kept for
+        others with the same prefix.
         """
-        device = roots.tokens.device
-        places = torch.arange(accepted.path.shape[1], device=device)
-        real = places < torch.tensor(kept, device=device)[:, None]
+        drafter = self.drafter if features is not None else None
+        if accepted.path.shape[1] == 1:  # roots alone: they are where they belong
+            if drafter is not None and features is not None:
+                drafter.observe(features[rows.starts], rows.slots[rows.starts], roots.positions)
+            return
+        places = torch.arange(accepted.path.shape[1], device=roots.tokens.device)
+        real = places < accepted.lengths[:, None]
         positions = roots.positions[:, None] + places
         target_slots = slots_of(roots.tables, positions, self.page_size)
         astray = real & (accepted.path != places)
         source = slots_of(roots.tables, roots.positions[:, None] + accepted.path, self.page_size)
         self.target.cache.move(source[astray], target_slots[astray])
-        if self.drafter is not None and features is not None:
+        if drafter is not None and features is not None:
             source_rows = (rows.starts[:, None] + accepted.path)[real]
-            self.drafter.observe(features[source_rows], target_slots[real], positions[real])
+            drafter.observe(features[source_rows], target_slots[real], positions[real])
 
     def _commit_prompts(self, plan: Plan, step: Step, first_row: int, features: Tensor | None) -> None:
         for chunk in plan.chunks:
@@ -160,13 +193,17 @@ class RoundRunner:
 
 
 class _Clock:
+    """Wall ms by stage; a stage may have several laps. Nothing is waited for: a stage on a device is its launch."""
+
     def __init__(self) -> None:
+        self.ms: defaultdict[str, float] = defaultdict(float)
         self._last = time.perf_counter()
 
-    def lap(self) -> float:
-        """Milliseconds since the last lap."""
-        last, self._last = self._last, time.perf_counter()
-        return (self._last - last) * 1000
+    def lap(self, stage: str) -> None:
+        """What passed since the last lap belongs to `stage`."""
+        now = time.perf_counter()
+        self.ms[stage] += (now - self._last) * 1000
+        self._last = now
 
 
 def _gather(sequences: list[Sequence], tables: Tensor) -> _Batch:
@@ -191,13 +228,17 @@ def _prompt_chunks(plan: Plan, tables: Tensor) -> list[PromptChunk]:
     ]
 
 
+def _accept(emitted: Tensor, rows: Flattened, tree: CandidateTree, chosen: Tensor | None) -> Accepted:
+    """Step 5: the path of each tree that the target's own tokens follow; of a root alone there is nothing to walk."""
+    if chosen is None:
+        path = torch.zeros_like(emitted)[:, None]
+        return Accepted(path, torch.ones_like(emitted), emitted[:, None])
+    return accept(rows.unflatten(emitted), tree, chosen, rows.mask)
+
+
 def _emit(logits: Tensor, rows: Flattened, batch: _Batch) -> Tensor:
     """The target's own token after every row, `[rows]` int64; each belongs to the position behind its row's."""
     if batch.temperatures is None:
         return choose_tokens(logits, None, batch.seeds, rows.positions)
     request = rows.request
     return choose_tokens(logits, batch.temperatures[request], batch.seeds[request], rows.positions + 1)
-
-
-def _mean(lengths: list[int]) -> float:
-    return sum(lengths) / len(lengths)

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import torch
 
-from cast_ray.calibration.probe import Probe
-from cast_ray.calibration.profile import Profile, load_profile, profile_key, save_profile
+from cast_ray.calibration.measure import DeviceProfile
 from cast_ray.config import EngineConfig
 from cast_ray.drafters.base import Drafter
 from cast_ray.drafters.checkpoint import EMBEDDED, DFlashConfig, check_pair, find_drafter, read_config
 from cast_ray.drafters.dflash import load_dflash
+from cast_ray.drafters.pair import check_record
 from cast_ray.errors import ConfigError, ModelError, describe
 from cast_ray.models.attention.sdpa import SdpaBackend
+from cast_ray.models.fused import speed_up
 from cast_ray.models.kv_cache import KVCache
-from cast_ray.models.linear import speed_up_linears
-from cast_ray.models.loading import LoadedTarget, load_target, resolve_device, resolve_dtype, target_fingerprint
+from cast_ray.models.loading import LoadedTarget, load_target, resolve_device, resolve_dtype
 from cast_ray.models.target import ATTENTION_NAME, Target, kv_shape, short_context
 from cast_ray.width.latency import LatencyTable
 from cast_ray.width.policy import WidthPolicy, make_policy, needs_latency
@@ -53,7 +53,7 @@ def build(config: EngineConfig) -> Parts:
     pair = _find_pair(config)
     # A width that cannot be used is said before anything is loaded.
     block_size = pair[1].block_size if pair else None
-    spec = config.width if pair or config.width != "deployment" else "ar"
+    spec = config.width if pair or not needs_latency(config.width) else "ar"
     measured = needs_latency(spec)
     if not measured:
         make_policy(spec, block_size=block_size, max_nodes=config.max_nodes, latency=None)
@@ -76,8 +76,13 @@ def build(config: EngineConfig) -> Parts:
             vocab_size=text.vocab_size,
             target=loaded.name,
         )
+        check_record(pair[0], pair[1], loaded)
+    speed_up(loaded.model)
+    dtype = loaded.model.dtype  # float32 where a CPU emulates bfloat16: then only the weights are kept in 16 bits
     max_context = _max_context(config, loaded)
-    scratch = max(config.max_nodes + 1, block_size or 0)
+    # Plain decoding has nothing to keep behind a request's tokens, and nobody to show features to.
+    plain = spec == "ar"
+    scratch = 1 if plain else max(config.max_nodes + 1, block_size or 0)
     per_token = KVCache.bytes_per_token(layers, kv_heads, head_dim, dtype)
     if pair:
         draft = pair[1].model
@@ -85,10 +90,9 @@ def build(config: EngineConfig) -> Parts:
     num_pages = _num_pages(config, max_context, scratch, per_token, device)
     slots = num_pages * config.page_size
 
-    speed_up_linears(loaded.model)
-    target = Target(loaded, SdpaBackend(config.page_size), slots, taps=pair[1].taps if pair else ())
+    target = Target(loaded, SdpaBackend(config.page_size), slots, taps=pair[1].taps if pair and not plain else ())
     drafter = load_dflash(pair[0], pair[1], target, slots, config.page_size) if pair else None
-    latency = _latency(config, target, drafter, max_context) if measured else None
+    latency = DeviceProfile(config, target, drafter, max_context).table() if measured else None
     policy = make_policy(spec, block_size=block_size, max_nodes=config.max_nodes, latency=latency)
     drafter_name = "none" if pair is None else config.target if config.drafter == "auto" else str(config.drafter)
     return Parts(loaded, target, drafter, drafter_name, policy, latency, device, max_context, num_pages, scratch)
@@ -152,29 +156,3 @@ def _free_memory(device: torch.device) -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (OSError, ValueError, AttributeError):
         return None
-
-
-def _latency(config: EngineConfig, target: Target, drafter: Drafter | None, max_context: int) -> LatencyTable:
-    """The saved table of this device and pair, else a new one."""
-    probe = Probe(
-        target,
-        drafter,
-        page_size=config.page_size,
-        max_batch=config.max_batch_size,
-        max_nodes=config.max_nodes,
-        max_context=max_context,
-        top_k=config.candidates_per_depth,
-    )
-    shape = drafter.shape() if drafter is not None else None
-    key = profile_key(target.device, target.dtype, target_fingerprint(target.loaded), shape, probe.settings())
-    saved = load_profile(key, config.profile_dir)
-    if saved is not None and saved.complete:
-        return saved.table
-    logger.info("measuring %s, at most %.0f s", key["device"], config.probe_seconds)
-    table, complete = probe.measure(config.probe_seconds, saved.table if saved else None)
-    if not complete:
-        logger.warning(
-            "%.0f s were too short to measure this device in full: the next start goes on", config.probe_seconds
-        )
-    save_profile(key, Profile(table, complete), config.profile_dir)
-    return table

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import json
 import platform
 from pathlib import Path
 from typing import Any
@@ -15,17 +13,16 @@ from torch import Tensor
 
 from cast_ray.drafters.checkpoint import WEIGHTS
 from cast_ray.drafters.head import SHORTLIST
-from cast_ray.models.loading import LoadedTarget, target_fingerprint
+from cast_ray.drafters.pair import RECORD, pair_record
+from cast_ray.models.loading import LoadedTarget
 from cast_ray.training.files import write_json, write_whole
 from cast_ray.training.state import TrainingState
-
-PAIR = "pair.json"
 
 
 def export(
     state: TrainingState, config: dict[str, Any], vocabulary: Tensor, loaded: LoadedTarget, folder: Path
 ) -> None:
-    """Write config.json, model.safetensors (bfloat16), the shortlist and pair.json.
+    """Write config.json with the record of the pair, model.safetensors (bfloat16) and the shortlist.
 
     config: the drafter's config.json. vocabulary: the tokens that it was trained to propose.
     """
@@ -33,39 +30,14 @@ def export(
     # The public format reads features as they are.
     weights["fc.weight"] = weights["fc.weight"] / state.scale
     public = {public_name(name): tensor.to("cpu", torch.bfloat16).contiguous() for name, tensor in weights.items()}
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", {**config, RECORD: pair_record(config, loaded)})
     write_whole(folder / WEIGHTS, lambda part: save_file(public, part, metadata={"format": "pt"}))
     write_whole(folder / SHORTLIST, lambda part: save_file({"token_ids": vocabulary.cpu()}, part))
-    write_json(folder / PAIR, pair_record(config, loaded))
 
 
 def public_name(name: str) -> str:
     """DFlash 2's codebooks are embeddings here and bare tensors in the public format."""
     return name.removesuffix(".weight") if name.endswith("_codebook.weight") else name
-
-
-def pair_record(config: dict[str, Any], loaded: LoadedTarget) -> dict[str, Any]:
-    """What the drafter was made for: enough to tell another target, other weights, or another chat template."""
-    template = loaded.tokenizer.chat_template
-    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-    return {
-        "target": loaded.name,
-        "fingerprint": target_fingerprint(loaded),
-        "weights_sha256": weights_hash(loaded),
-        "target_layer_ids": config["dflash_config"]["target_layer_ids"],
-        "chat_template_sha256": hashlib.sha256(text.encode()).hexdigest() if template else None,
-    }
-
-
-def weights_hash(loaded: LoadedTarget) -> str:
-    """A hash of some of every tensor of the target in bfloat16, the dtype in which two copies of a model agree."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(loaded.model.state_dict().items()):
-        values = tensor.flatten()
-        some = values[:: max(1, values.numel() // 4096)][:4096].to("cpu", torch.bfloat16)
-        digest.update(f"{name}:{tuple(tensor.shape)}".encode())
-        digest.update(some.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def model_card(facts: dict[str, Any]) -> str:

@@ -35,6 +35,19 @@ def pool_adjacent(values: Array, weights: Array, noise: Array) -> Array:
     return np.repeat([block[0] for block in blocks], [block[3] for block in blocks]).astype(np.float64)
 
 
+def smooth_within_noise(places: Array, values: Array, noise: Array, reach: float) -> Array:
+    """Average each value with its neighbours, as far as they differ by no more than noise: steps stay, jitter goes.
+
+    places, values, noise: [n]. Neighbours within about `reach` count (a Gaussian in the distance), and they count less
+    the further their values lie apart in units of the noise (the range weight of a bilateral filter). Returns [n].
+    """
+    spread = np.maximum((noise[:, None] + noise[None, :]) / 2, 1e-9)
+    far = np.square((places[:, None] - places[None, :]) / reach)
+    apart = np.square((values[:, None] - values[None, :]) / spread)
+    weights = np.exp(-far - apart) / np.square(np.maximum(noise, 1e-9))[None, :]
+    return (weights @ values) / weights.sum(axis=1)
+
+
 def between(curves: Mapping[int, Curve], at: float, value: Callable[[int], Array]) -> Array:
     """`value(key)` interpolated linearly in the key, clamped to the first and last key of `curves`."""
     keys = sorted(curves)

@@ -6,10 +6,10 @@ It knows no time; `width.policy` weighs the gain against `width.latency`.
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from cast_ray.width.curve import Array, pool_adjacent
+from cast_ray.width.host import Whole
 
 # Expected acceptances that the prior is worth: a rank's own record outweighs its neighbourhood's, and that one the
 # record of all ranks together, once it rests on more than these.
@@ -34,32 +34,23 @@ class RoundLengthEstimate:
         self._mass_verified = np.zeros(0)
         self._accepted = np.zeros(0)
 
-    def observe(self, masses: Tensor, widths: Tensor, path: Tensor, lengths: Tensor) -> None:
-        """Take in one round of B requests. One device-to-host copy of [3, N].
+    def observe(self, masses: Array, widths: Whole, accepted: NDArray[np.bool_]) -> None:
+        """Take in one round of B requests.
 
         masses: [B, N] of the whole packed tree, 0 where there is no node. Not of the verified slice alone: what lies
             beyond it tells what a wider tree would bring.
-        widths: [B] int64, nodes verified.
-        path: [B, P] int64 and lengths: [B] int64, as in `trees.accept.Accepted`.
+        widths: [B], nodes verified. accepted: [B, N], the nodes that were committed.
         """
         batch, nodes = masses.shape
         if batch == 0 or nodes == 0:
             return
-        verified = torch.arange(nodes, device=masses.device) < widths.unsqueeze(1)
-        on_path = torch.arange(path.shape[1], device=path.device) < lengths.unsqueeze(1)
-        # Row 0 of a path is the root: index 0 collects it and the padding, and is dropped.
-        accepted = torch.zeros(nodes + 1, dtype=torch.float32, device=masses.device)
-        accepted.scatter_add_(0, (path * on_path).flatten(), on_path.flatten().float())
-        masses = masses.float()
-        sums = torch.stack([masses.sum(dim=0), (masses * verified).sum(dim=0), accepted[1:]])
-        offered, tried, hits = sums.cpu().numpy().astype(np.float64)
-
+        verified = np.arange(nodes) < widths[:, None]
         self._grow(nodes)
         self.rounds += batch
         self._rounds_offering[:nodes] += batch
-        self._mass_offered[:nodes] += offered
-        self._mass_verified[:nodes] += tried
-        self._accepted[:nodes] += hits
+        self._mass_offered[:nodes] += masses.sum(axis=0)
+        self._mass_verified[:nodes] += (masses * verified).sum(axis=0)
+        self._accepted[:nodes] += accepted.sum(axis=0)
 
     @property
     def reliability(self) -> float:

@@ -14,9 +14,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from cast_ray.errors import ConfigError, describe
-from cast_ray.width.curve import Array, between, pool_adjacent
+from cast_ray.width.curve import Array, between, pool_adjacent, smooth_within_noise
 
 FORMAT_VERSION = 1
+# Octaves of tokens within which points that differ by noise alone are averaged.
+NEIGHBOURS = 0.25
 REMEASURE = "Remove the profile, and the next start measures this device again"
 
 
@@ -53,8 +55,9 @@ class LatencyTable:
     """Predicted ms of a decoding round, L(N) = T_draft + T_verify + T_host in the method's notation.
 
     Verification is modelled as a base curve of tokens for each measured batch, at the context with most points, plus
-    what other contexts were measured to cost on top. Measured points are met exactly, except that a dip within the
-    noise of its two sides is flattened; real dips, steps and flat stretches stay. Between measured batches and
+    what other contexts were measured to cost on top. Measured points are met exactly, except that near ones are
+    averaged where they differ by noise alone, and a dip within the noise of its two sides is flattened; real dips,
+    steps and flat stretches stay. Between measured batches and
     contexts costs are interpolated, and clamped at the ends.
 
     Raises ConfigError when there is no verify point, or a number is out of range.
@@ -76,7 +79,7 @@ class LatencyTable:
             groups, key=lambda context: (sum(len(g[0]) for g in groups[context].values()), -context)
         )
         base = groups.pop(self.base_context)
-        self._base = {batch: (tokens, _flatten_noise(ms, noise)) for batch, (tokens, ms, noise) in base.items()}
+        self._base = {batch: (tokens, _flatten_noise(tokens, ms, noise)) for batch, (tokens, ms, noise) in base.items()}
         self._base_noise = {batch: (tokens, noise) for batch, (tokens, _, noise) in base.items()}
         self._shape = _extend_by_larger_batches(self._base)
         self._fastest = min(point.ms for point in self.verify)
@@ -105,6 +108,15 @@ class LatencyTable:
         widths = np.asarray(nodes, dtype=np.float64)
         draft = self.draft_ms(batch, context) if drafting else 0.0
         return draft + self.verify_ms(batch * (widths + 1), batch, context) + self.host_ms
+
+    def context_price(self, contexts: Array, batch: int, nodes: int) -> Array:
+        """ms a node that each context costs over the base context, with `nodes` of them. Same shape as `contexts`."""
+        measured = sorted(self._surcharge)
+        if len(measured) == 1:
+            return np.zeros_like(contexts)
+        ends = np.array([1.0, nodes + 1.0]) * batch
+        added = np.array([np.diff(self._added_ms(ends, batch, known))[0] for known in measured])
+        return np.interp(contexts, measured, np.maximum(added, 0.0) / (batch * nodes))
 
     def to_dict(self) -> dict[str, Any]:
         """The measured points as plain JSON values; `from_dict` reads them back."""
@@ -167,7 +179,7 @@ class LatencyTable:
         Per request, because every request reads its own context: so a surcharge measured at one batch carries over.
         """
         base_noise = between(self._base_noise, batch, lambda known: np.interp(tokens, *self._base_noise[known]))
-        added = _flatten_noise(ms - self._base_ms(tokens, batch), noise, base_noise)
+        added = _flatten_noise(tokens, ms - self._base_ms(tokens, batch), noise, base_noise)
         return tokens / batch, added / batch
 
     def _added_ms(self, tokens: Array, batch: int, context: int) -> Array:
@@ -183,7 +195,8 @@ def _last_slope(tokens: Array, ms: Array) -> float:
     return max(0.0, float((ms[-1] - ms[-2]) / (tokens[-1] - tokens[-2])))
 
 
-def _flatten_noise(ms: Array, noise: Array, other_noise: Array | float = 0.0) -> Array:
+def _flatten_noise(tokens: Array, ms: Array, noise: Array, other_noise: Array | float = 0.0) -> Array:
+    ms = smooth_within_noise(np.log2(tokens), ms, noise + other_noise, NEIGHBOURS)
     # A point without noise outweighs all others, but must not divide by zero.
     weights = 1.0 / np.square(np.maximum(noise, 1e-6))
     return pool_adjacent(ms, weights, noise + other_noise)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
+from torch import Tensor
 
+from cast_ray.trees.accept import Accepted
+from cast_ray.trees.tree import CandidateTree
 from cast_ray.width.gain import RoundLengthEstimate
+from cast_ray.width.host import accepted_nodes
 from tests.unit.width.simulated_rounds import World, true_round_lengths, verify
 
 NODES = 30
+
+
+def learn(estimate: RoundLengthEstimate, tree: CandidateTree, widths: Tensor, accepted: Accepted) -> None:
+    estimate.observe(tree.masses.double().numpy(), widths.numpy(), accepted_nodes(accepted, tree.max_nodes))
 
 
 def run(world: World, width: int, rounds: int, batch: int = 500) -> RoundLengthEstimate:
@@ -18,7 +25,7 @@ def run(world: World, width: int, rounds: int, batch: int = 500) -> RoundLengthE
         tree, _, target = world.round(batch)
         widths = tree.counts.clamp(max=width)
         accepted = verify(tree, target, widths)
-        estimate.observe(tree.masses, widths, accepted.path, accepted.lengths)
+        learn(estimate, tree, widths, accepted)
     return estimate
 
 
@@ -56,7 +63,7 @@ def test_rounds_of_unlike_widths_add_up_without_bias() -> None:
         tree, _, target = world.round(500)
         widths = tree.counts.clamp(max=width)
         accepted = verify(tree, target, widths)
-        estimate.observe(tree.masses, widths, accepted.path, accepted.lengths)
+        learn(estimate, tree, widths, accepted)
     np.testing.assert_allclose(estimate.mean(NODES), truth, rtol=0.02)
     assert estimate.rounds == 20_000
 
@@ -65,20 +72,18 @@ def test_before_any_round_was_verified_the_masses_are_believed() -> None:
     estimate = RoundLengthEstimate()
     assert estimate.reliability == estimate.achieved() == estimate.predicted() == 1.0
     assert estimate.mean(3).tolist() == [1.0, 1.0, 1.0, 1.0]
-    masses = torch.tensor([[0.5, 0.25]])
-    nothing = torch.zeros(1, dtype=torch.int64)
-    estimate.observe(masses, nothing, nothing[:, None], nothing + 1)
+    estimate.observe(np.array([[0.5, 0.25]]), np.array([0]), np.zeros((1, 2), dtype=bool))
     assert estimate.mean(3).tolist() == [1.0, 1.5, 1.75, 1.75]
     assert estimate.mean(1).tolist() == [1.0, 1.5]
 
 
 def test_luck_at_one_rank_does_not_make_a_wide_tree_look_good() -> None:
-    masses = torch.full((1, 12), 0.02)
+    masses = np.full((1, 12), 0.02)
     masses[:, 0] = 0.5
-    path = torch.tensor([[0, 12]])
+    accepted = np.arange(12)[None] == 11
     estimate = RoundLengthEstimate()
     for _ in range(3):
-        estimate.observe(masses, torch.tensor([12]), path, torch.tensor([2]))
+        estimate.observe(masses, np.array([12]), accepted)
     gains = np.diff(estimate.mean(12))
     assert (np.diff(gains) <= 1e-12).all()
     assert gains[-1] < 0.1 < 1.0  # the raw share is 3 of 3
@@ -91,8 +96,7 @@ def test_round_lengths_are_concave_after_few_rounds() -> None:
 
 def test_rounds_without_candidates_teach_nothing() -> None:
     estimate = RoundLengthEstimate()
-    nothing = torch.zeros(4, dtype=torch.int64)
-    estimate.observe(torch.zeros(4, 0), nothing, nothing[:, None], nothing + 1)
+    estimate.observe(np.zeros((4, 0)), np.zeros(4, dtype=np.int64), np.zeros((4, 0), dtype=bool))
     assert estimate.rounds == 0
 
 

@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from cast_ray.errors import ConfigError
+from cast_ray.trees.accept import Accepted
+from cast_ray.trees.tree import CandidateTree
+from cast_ray.width.deployment import CALIBRATION_ROUNDS, DeploymentWidth
 from cast_ray.width.latency import DraftPoint, LatencyPoint, LatencyTable
-from cast_ray.width.policy import CALIBRATION_ROUNDS, DeploymentWidth, make_policy, needs_latency
+from cast_ray.width.policy import make_policy, needs_latency
+from cast_ray.width.shape import RoundShape
 from tests.unit.width.simulated_rounds import World, true_round_lengths, verify
 
 NODES = 63
@@ -42,16 +46,25 @@ def best_width(lengths: np.ndarray, latency: LatencyTable, batch: int) -> int:
     return int(np.argmax(rates))
 
 
+ALONE = RoundShape([256])
+
+
+def chain(masses: torch.Tensor, counts: torch.Tensor) -> CandidateTree:
+    """[B, N] masses as trees of one branch."""
+    places = torch.arange(masses.shape[1]).expand(masses.shape).contiguous()
+    return CandidateTree(places, places - 1, places + 1, masses, counts, masses.shape[1])
+
+
 def teach(policy: DeploymentWidth, acceptance: np.ndarray, rounds: int = 1000) -> None:
     """Rounds in which the shares of accepted ranks are exactly `acceptance`, as far as the policy verifies them."""
-    batch = rounds
-    masses = torch.tensor(acceptance, dtype=torch.float32).expand(batch, -1).contiguous()
-    widths = policy.choose(masses, torch.full((batch,), NODES), 1, 256.0)
+    masses = torch.tensor(acceptance, dtype=torch.float32).expand(rounds, -1).contiguous()
+    tree = chain(masses, torch.full((rounds,), NODES))
+    widths = policy.choose(tree, ALONE)
     ranks = torch.arange(1, NODES + 1)
-    hit = torch.arange(batch)[:, None] < torch.tensor(np.round(acceptance * rounds)).long()
+    hit = torch.arange(rounds)[:, None] < torch.tensor(np.round(acceptance * rounds)).long()
     hit &= ranks <= widths[:, None]
     path = torch.nn.functional.pad(ranks * hit, (1, 0))
-    policy.observe(masses, widths, path, hit.sum(dim=1) + 1)
+    policy.observe(tree, widths, Accepted(path, hit.sum(dim=1) + 1, path), None)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -85,12 +98,12 @@ def test_deployment_comes_within_three_percent_of_the_best_rate_with_an_over_con
     truth = true_round_lengths(sharpness=2.0, nodes=NODES)
     world, policy = World(2, 2.0, NODES), DeploymentWidth(NODES, latency)
     for _ in range(80):
-        if not policy.drafts(batch, 256.0):
+        shape = RoundShape([256] * batch)
+        if not policy.drafts(shape):
             break
         tree, _, target = world.round(48)
-        widths = policy.choose(tree.masses, tree.counts, batch, 256.0)
-        accepted = verify(tree, target, widths)
-        policy.observe(tree.masses, widths, accepted.path, accepted.lengths)
+        widths = policy.choose(tree, shape)
+        policy.observe(tree, widths, verify(tree, target, widths), None)
 
     def rate(nodes: int) -> float:
         return float(truth[nodes] / latency.round_ms(nodes, batch, 256, drafting=nodes > 0))
@@ -109,8 +122,8 @@ def test_calibration_verifies_what_costs_at_most_half_a_forward_more() -> None:
     latency = table(DEVICES["linear"])  # 5.2 ms at one token: 1.5 times that is 7.8, at 14 tokens
     policy = DeploymentWidth(NODES, latency)
     counts = torch.tensor([NODES, 4])
-    assert policy.drafts(1, 256.0)
-    assert policy.choose(torch.zeros(2, NODES), counts, 1, 256.0).tolist() == [13, 4]
+    assert policy.drafts(ALONE)
+    assert policy.choose(chain(torch.zeros(2, NODES), counts), ALONE).tolist() == [13, 4]
     assert DeploymentWidth(NODES, table(DEVICES["steep"])).width(1, 256) == 1
     assert policy.report()["calibrated"] is False
 
@@ -126,19 +139,23 @@ def test_a_width_is_settled_after_calibration_and_reconsidered_when_rounds_have_
     assert lucky != calibration
 
     masses = torch.tensor(good, dtype=torch.float32)[None]
-    widths, path, length = torch.tensor([NODES]), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([1])
+    tree, widths, path = (
+        chain(masses, torch.tensor([NODES])),
+        torch.tensor([NODES]),
+        torch.zeros(1, 1, dtype=torch.int64),
+    )
     for _ in range(CALIBRATION_ROUNDS - 1):
-        policy.observe(masses, widths, path, length)
+        policy.observe(tree, widths, Accepted(path, torch.tensor([1]), path), None)
     assert policy.width(1, 256) == lucky
-    policy.observe(masses, widths, path, length)
+    policy.observe(tree, widths, Accepted(path, torch.tensor([1]), path), None)
     assert policy.width(1, 256) < lucky
 
 
 def test_where_drafting_does_not_pay_the_drafter_rests() -> None:
     policy = DeploymentWidth(NODES, table(DEVICES["steep"], draft_ms=20.0))
     teach(policy, np.round(0.3 * 0.9 ** np.arange(NODES), 3))
-    assert not policy.drafts(1, 256.0)
-    assert policy.choose(torch.ones(1, NODES), torch.tensor([NODES]), 1, 256.0).tolist() == [0]
+    assert not policy.drafts(ALONE)
+    assert policy.choose(chain(torch.ones(1, NODES), torch.tensor([NODES])), ALONE).tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -148,15 +165,16 @@ def test_where_drafting_does_not_pay_the_drafter_rests() -> None:
 def test_a_named_width_is_the_width_of_every_round(spec: str, nodes: int, branching: bool) -> None:
     policy = make_policy(spec, block_size=8, max_nodes=63, latency=None)
     assert (policy.name, policy.max_nodes, policy.branching) == (spec, nodes, branching)
-    assert policy.drafts(4, 1000.0) == (nodes > 0)
-    counts = torch.tensor([63, 20, 0])
-    assert policy.choose(torch.zeros(3, 63), counts, 3, 0.0).tolist() == [min(nodes, c) for c in (63, 20, 0)]
+    shape = RoundShape([0, 10, 1000])
+    assert policy.drafts(shape) == (nodes > 0)
+    tree = chain(torch.zeros(3, 63), torch.tensor([63, 20, 0]))
+    assert policy.choose(tree, shape).tolist() == [min(nodes, c) for c in (63, 20, 0)]
     assert policy.report() == {"width": spec, "max_nodes": nodes}
 
 
 def test_autoregressive_decoding_needs_no_drafter_and_deployment_a_latency_table() -> None:
     assert make_policy("ar", block_size=None, max_nodes=63, latency=None).max_nodes == 0
-    assert needs_latency("deployment")
+    assert all(map(needs_latency, ("deployment", "round", "joint")))
     assert not any(map(needs_latency, ("ar", "chain", "fixed:31")))
 
 
@@ -167,7 +185,7 @@ def test_the_chain_is_cut_to_the_widest_tree_allowed() -> None:
 @pytest.mark.parametrize(
     ("spec", "block_size", "has_latency", "message"),
     [
-        ("wide", 8, True, "width='wide': is no known policy. Known: ar, chain, fixed:N .*, deployment"),
+        ("wide", 8, True, "width='wide': is no known policy. Known: ar, chain, fixed:N .*, deployment, round, joint"),
         ("", 8, True, "width='': is no known policy"),
         ("fixed", 8, True, "width='fixed': is no known policy"),
         ("ar:3", 8, True, "width='ar:3': is no known policy"),
@@ -180,6 +198,10 @@ def test_the_chain_is_cut_to_the_widest_tree_allowed() -> None:
         ("chain", None, True, 'needs a drafter.*Set width="ar"'),
         ("chain", 1, True, "needs a drafter that drafts at least one token"),
         ("deployment", None, True, 'needs a drafter.*Set width="ar"'),
+        ("joint", None, True, 'needs a drafter.*Set width="ar"'),
+        ("joint", 8, False, "width='joint': needs this device's latency table"),
+        ("joint:3", 8, True, "width='joint:3': is no known policy"),
+        ("round", 8, False, "width='round': needs this device's latency table"),
         ("deployment", 8, False, "width='deployment': needs this device's latency table"),
     ],
 )
@@ -191,10 +213,11 @@ def test_a_width_that_cannot_be_used_says_why_and_what_to_do(
         make_policy(spec, block_size=block_size, max_nodes=63, latency=latency)
 
 
-def test_deployment_refuses_a_table_without_the_drafters_time() -> None:
+@pytest.mark.parametrize("spec", ["deployment", "round", "joint"])
+def test_a_measuring_rule_refuses_a_table_without_the_drafters_time(spec: str) -> None:
     latency = LatencyTable([LatencyPoint(1, 1, 256, 5.0)])
     with pytest.raises(ConfigError, match="holds the drafter's time"):
-        make_policy("deployment", block_size=8, max_nodes=63, latency=latency)
+        make_policy(spec, block_size=8, max_nodes=63, latency=latency)
 
 
 def test_deployment_reports_plain_values() -> None:

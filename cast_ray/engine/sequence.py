@@ -1,0 +1,59 @@
+"""The running state of one request, owned by the scheduler. Plain values; no model and no tensor."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from cast_ray.engine.detokenise import OutputText
+from cast_ray.models.pages import page_key
+from cast_ray.request import RequestStats, SamplingParams
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request from submission to its end.
+
+    tokens: prompt and everything committed since; the last is the root once the rest is in the cache.
+    cached: tokens whose keys and values are in the pool, always a prefix of `tokens`.
+    priority: lower numbers first. arrival: number of the submission, which decides among equals.
+    pages: its block table; the first `published` of them are whole and have been offered to the prefix cache.
+    keys: identities of its first whole pages, as far as they have been asked for.
+    text: its output's text, kept while it streams.
+    """
+
+    request_id: str
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    stop_tokens: frozenset[int]
+    max_length: int  # tokens at which it ends, prompt included
+    priority: int = 0
+    arrival: int = 0
+    queued_at: int = 0  # the scheduler's step
+    pages: list[int] = field(default_factory=list)
+    published: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    row: int = -1  # of the block tables, -1 while it waits
+    cached: int = 0
+    text: OutputText | None = None
+    submitted: float = field(default_factory=time.perf_counter)
+    stats: RequestStats = field(default_factory=RequestStats)
+
+    @property
+    def decoding(self) -> bool:
+        """Everything but the root is in the cache."""
+        return self.cached == len(self.tokens) - 1
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first: the lower."""
+        return self.priority, self.arrival
+
+    def key(self, page: int, page_size: int) -> bytes:
+        """Identity of the page of this index, all of whose tokens are known."""
+        for index in range(len(self.keys), page + 1):
+            parent = self.keys[-1] if self.keys else b""
+            self.keys.append(page_key(parent, self.tokens[index * page_size : (index + 1) * page_size]))
+        return self.keys[page]

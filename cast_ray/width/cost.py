@@ -1,0 +1,102 @@
+"""What rounds cost now: the measured table, kept true by the rounds' own times.
+
+It chooses nothing. The table stays as it was measured; the corrections live as long as the engine.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cast_ray.width.curve import Array
+from cast_ray.width.drift import Correction, Level
+from cast_ray.width.latency import LatencyTable
+from cast_ray.width.shape import RoundShape, RoundTimes
+
+# Contexts within one bucket (tokens) share a curve.
+CONTEXT_BUCKET = 256
+# Curves kept: some thousand numbers each.
+MOST_CURVES = 64
+# Nodes of a request over which its context's price for one is averaged.
+PRICED_NODES = 15
+LEAST_MS = 1e-3
+
+
+class RoundCost:
+    """Predicted ms of rounds in which up to `max_nodes` candidates a request are verified."""
+
+    def __init__(self, table: LatencyTable, max_nodes: int) -> None:
+        self.table = table
+        self.max_nodes = max_nodes
+        self.verify = Correction()
+        self._draft = Level()
+        self._host: dict[tuple[bool, int], Level] = {}
+        self._curves: dict[tuple[int, int], Array] = {}
+
+    def plain_ms(self, shape: RoundShape) -> float:
+        """A round without candidates."""
+        tokens = shape.batch + shape.chunk_tokens
+        return float(self._verify_ms(shape, tokens, tokens + 1)[0]) + self._host_ms(shape.batch, drafted=False)
+
+    def drafted_ms(self, shape: RoundShape) -> Array:
+        """Rounds that draft and then verify M candidates in all, M = 0..batch * max_nodes; draft and host included."""
+        first = shape.batch + shape.chunk_tokens
+        ms = self._verify_ms(shape, first, first + shape.batch * self.max_nodes + 1)
+        return ms + self.draft_ms(shape) + self._host_ms(shape.batch, drafted=True)
+
+    def draft_ms(self, shape: RoundShape) -> float:
+        """The drafter's forward, packing and choosing."""
+        return self.table.draft_ms(shape.batch, shape.mean_context) * math.exp(self._draft.value)
+
+    def prices(self, shape: RoundShape) -> Array:
+        """[B] ms that a candidate of each request costs above (or below) the mean, for its context is longer."""
+        contexts = np.asarray(shape.contexts, dtype=np.float64)
+        marginal = self.table.context_price(contexts, shape.batch, PRICED_NODES) * self.verify.overall
+        return marginal - marginal.mean()
+
+    def observe(self, times: RoundTimes) -> None:
+        """Let a finished round correct what is predicted for the next ones."""
+        shape = times.shape
+        predicted = self._curve(shape, times.tokens + 1)[times.tokens]
+        self.verify.observe(times.tokens, predicted, times.verify_ms)
+        if times.drafted and times.draft_ms > 0:
+            self._draft.observe(math.log(times.draft_ms / self.table.draft_ms(shape.batch, shape.mean_context)))
+        if times.host_ms > 0:
+            self._host_level(shape.batch, times.drafted).observe(math.log(max(times.host_ms, LEAST_MS)))
+
+    def report(self) -> dict[str, object]:
+        """Plain values: by what factors measured times are above the table's."""
+        host = {
+            f"{'drafted' if drafted else 'plain'} batch {2**octave}": math.exp(level.value)
+            for (drafted, octave), level in sorted(self._host.items())
+        }
+        return {"verify_factor": self.verify.overall, "draft_factor": math.exp(self._draft.value), "host_ms": host}
+
+    def _verify_ms(self, shape: RoundShape, first: int, end: int) -> Array:
+        curve = self._curve(shape, end)[first:end]
+        return curve * self.verify.factor(np.arange(first, end, dtype=np.float64))
+
+    def _curve(self, shape: RoundShape, end: int) -> Array:
+        """The table's ms by packed tokens (the index), at least up to `end`, at this batch and context."""
+        bucket = int(shape.mean_context) // CONTEXT_BUCKET
+        key = (shape.batch, bucket)
+        known = self._curves.get(key)
+        if known is None or len(known) < end:
+            while len(self._curves) >= MOST_CURVES:
+                del self._curves[next(iter(self._curves))]
+            # Some room, so that a longer prompt chunk does not ask for a new one.
+            length = max(end, shape.batch * (self.max_nodes + 1) + 1) + 512
+            known = self.table.verify_ms(np.arange(length), shape.batch, (bucket + 0.5) * CONTEXT_BUCKET)
+            self._curves[key] = known
+        return known
+
+    def _host_level(self, batch: int, drafted: bool) -> Level:
+        key = (drafted, round(math.log2(batch)))
+        known = self._host.get(key)
+        if known is None:
+            known = self._host[key] = Level(math.log(max(self.table.host_ms, LEAST_MS)))
+        return known
+
+    def _host_ms(self, batch: int, drafted: bool) -> float:
+        return math.exp(self._host_level(batch, drafted).value)
