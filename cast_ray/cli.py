@@ -8,7 +8,12 @@ from typing import Any
 
 import typer
 
+from cast_ray.commands.calibrate import calibrate
+from cast_ray.commands.check_drafter import check_drafter
+from cast_ray.commands.explain import explain
 from cast_ray.commands.generate import generate
+from cast_ray.commands.serve import serve
+from cast_ray.commands.sweep import sweep
 from cast_ray.commands.train_drafter import train_drafter
 from cast_ray.errors import CastRayError, EngineError
 
@@ -19,6 +24,11 @@ app = typer.Typer(
     name="cast-ray", help="Lossless batch generation on Ray.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 app.command()(generate)
+app.command()(serve)
+app.command()(calibrate)
+app.command()(sweep)
+app.command()(explain)
+app.command()(check_drafter)
 app.command()(train_drafter)
 
 
@@ -39,6 +49,11 @@ def main() -> None:
 def main_generate() -> None:
     """`generate` by itself, for jobs/batch_generate.py."""
     run(lambda: typer.run(generate))
+
+
+def main_calibrate() -> None:
+    """`calibrate` by itself, for jobs/calibrate.py."""
+    run(lambda: typer.run(calibrate))
 
 
 def main_train_drafter() -> None:

@@ -1,7 +1,8 @@
 """Measures this device: the target's and the drafter's forward over packed tokens, batch and context, and the host.
 
 Random tokens over a pool filled with noise: what is measured is time, not text. Points are taken in order of worth and
-the probe stops when its time is up, so a slow device gets a coarser table, never a late start.
+the probe stops when its time is up, so a slow device gets a coarser table, never a late start. Where the curve bends it
+looks closer (`plan`), and time that is left goes to a second look at the first points.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from cast_ray.calibration.plan import coarse_counts, next_count
 from cast_ray.drafters.base import DraftContexts, Drafter
 from cast_ray.models.flatten import Roots, flatten_trees, make_step
 from cast_ray.models.target import Target
@@ -22,7 +25,10 @@ from cast_ray.trees.pack import DraftScores, pack
 from cast_ray.trees.tree import CandidateTree, ancestor_mask, no_tree
 from cast_ray.width.latency import DraftPoint, LatencyPoint, LatencyTable
 
-WIDTHS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 255)
+# Points beyond the coarse ones that the curve at batch 1 may get.
+CLOSER_POINTS = 12
+# Of the time, what a second look may take.
+SECOND_LOOK = 0.25
 BASE_CONTEXT = 256
 LONG_CONTEXTS = (1024, 4096)
 # A point is timed until it has been run often enough, or long enough and at least a few times.
@@ -83,7 +89,7 @@ class Probe:
         drafted = {(point.batch, point.context) for point in draft}
         self._fill_pool()
         complete = True
-        for batch, context, nodes in self._points():
+        for batch, context, nodes in self._points(verify):
             if (batch, context) in drafted if nodes is None else (batch * (nodes + 1), batch, context) in verified:
                 continue
             # The first verification and the first draft are needed whatever they take.
@@ -97,21 +103,44 @@ class Probe:
             else:
                 median, noise = self._time(self._verifying(batch, context, nodes))
                 verify.append(LatencyPoint(batch * (nodes + 1), batch, context, median, noise))
+        if complete:
+            self._look_again(verify, min(deadline, time.perf_counter() + SECOND_LOOK * seconds))
         return LatencyTable(verify, draft, self._host_ms()), complete
 
-    def _points(self) -> Iterator[tuple[int, int, int | None]]:
+    def _look_again(self, verify: list[LatencyPoint], deadline: float) -> None:
+        """Measure the points of batch 1 once more: what differs from minute to minute is noise as well."""
+        for index, point in enumerate(verify):
+            if time.perf_counter() > deadline:
+                return
+            if point.batch == 1 and point.context == self._base:
+                ms, noise = self._time(self._verifying(1, point.context, point.tokens - 1))
+                spread = max(point.noise_ms, noise, abs(ms - point.ms) / 2)
+                verify[index] = replace(point, ms=(ms + point.ms) / 2, noise_ms=spread)
+
+    @property
+    def _base(self) -> int:
+        return max(1, min(BASE_CONTEXT, self._max_context))
+
+    def _points(self, verify: list[LatencyPoint]) -> Iterator[tuple[int, int, int | None]]:
         """(batch, context, nodes a request) to verify, or nodes None to draft, the most telling first.
 
-        All widths at batch 1, the largest batch, longer contexts, and then the batches in between.
+        Batch 1 at coarse widths, the largest batch, closer looks at batch 1 where its curve bends, longer contexts,
+        and then the batches in between. verify: what was measured so far; the caller adds to it.
         """
-        base = max(1, min(BASE_CONTEXT, self._max_context))
+        base = self._base
         if self.drafter is not None:
             yield 1, base, None
-        for nodes in WIDTHS:
-            if nodes <= self.max_nodes:
-                yield 1, base, nodes
+        coarse = coarse_counts(self.max_nodes + 1)
+        for count in coarse:
+            yield 1, base, count - 1
         batches = [b for b in (2, 4, 8, 16, 32, 64, 128, 256) if b <= self.max_batch and self._fits(b, base)]
         yield from self._batch_points(batches[-1:], base)
+        for _ in range(CLOSER_POINTS):
+            curve = {p.tokens: (p.ms, p.noise_ms) for p in verify if (p.batch, p.context) == (1, base)}
+            closer = next_count(curve) if len(curve) < len(coarse) + CLOSER_POINTS else None
+            if closer is None:
+                break
+            yield 1, base, closer - 1
         contexts = sorted({min(c, self._max_context) for c in LONG_CONTEXTS if self._max_context > base} - {base})
         for context in contexts:
             if self.drafter is not None:
@@ -137,7 +166,7 @@ class Probe:
 
     def _fill_pool(self) -> None:
         """Noise where the measured requests lie: fresh memory may hold numbers that are slow to compute with."""
-        largest = max((b * self._pages(c) for b, c, _ in self._points()), default=1) * self.page_size
+        largest = max((b * self._pages(c) for b, c, _ in self._points([])), default=1) * self.page_size
         for cache in (self.target.cache, getattr(self.drafter, "cache", None)):
             if cache is not None:
                 cache.data[:, :, :largest].normal_()

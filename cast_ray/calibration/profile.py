@@ -22,7 +22,10 @@ from cast_ray.config import cache_dir
 from cast_ray.errors import ConfigError
 from cast_ray.width.latency import LatencyTable
 
-FORMAT = 2
+FORMAT = 3
+# Parts of a key that change while device and models stay: a profile of other versions lies at the same place, so that
+# it is found, named and replaced.
+VERSIONS = ("format", "python", "torch", "transformers")
 logger = logging.getLogger(__name__)
 
 
@@ -50,6 +53,7 @@ def profile_key(
         "target": target,
         "drafter": drafter,
         "probe": probe,
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -57,21 +61,23 @@ def profile_key(
 
 def profile_path(key: dict[str, Any], folder: Path | None) -> Path:
     """Where the profile of this key lies."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    lasting = {name: value for name, value in key.items() if name not in VERSIONS}
+    digest = hashlib.sha256(json.dumps(lasting, sort_keys=True).encode()).hexdigest()[:16]
     return (folder or cache_dir() / "profiles") / f"{digest}.json"
 
 
 def load_profile(key: dict[str, Any], folder: Path | None) -> Profile | None:
-    """The saved profile, or None when there is none; a damaged or foreign file is named in the log and ignored."""
+    """The saved profile, or None when there is none; a damaged, foreign or older one is named in the log."""
     path = profile_path(key, folder)
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        if saved["key"] != json.loads(json.dumps(key)):
-            raise ConfigError("it was measured under other conditions")
+        here = json.loads(json.dumps(key))
+        if saved["key"] != here:
+            raise ConfigError(f"it was measured under other conditions ({_differences(saved['key'], here)})")
         return Profile(LatencyTable.from_dict(saved["latency"]), bool(saved["complete"]))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("profile %s is ignored and measured anew: %s", path, error)
         return None
 
@@ -88,6 +94,11 @@ def save_profile(key: dict[str, Any], profile: Profile, folder: Path | None) -> 
     except OSError as error:
         logger.warning("profile %s could not be saved (%s); the next start measures again", path, error)
     return path
+
+
+def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:
+    names = sorted(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
+    return "; ".join(f"{name} {saved.get(name)}, here {here.get(name)}" for name in names)
 
 
 def device_name(device: torch.device) -> str:

@@ -14,6 +14,7 @@ def option(kind: type[Settings], field: str, *names: str) -> Any:
     about = kind.model_fields[field]
     text = about.description or ""
     text = text[:1].upper() + text[1:]
-    if about.default is not None and about.default is not False:
-        text += f" (default {about.default})"
+    default = about.get_default(call_default_factory=True)
+    if default is not None and default is not False and default not in ((), {}):
+        text += f" (default {default})"
     return typer.Option(*(names or (f"--{field.replace('_', '-')}",)), help=text, show_default=False)

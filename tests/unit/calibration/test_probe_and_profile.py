@@ -12,7 +12,7 @@ import torch
 
 from cast_ray import Engine, EngineConfig, SamplingParams
 from cast_ray.calibration import probe as probing
-from cast_ray.calibration.probe import Probe
+from cast_ray.calibration.probe import CLOSER_POINTS, Probe
 from cast_ray.calibration.profile import Profile, load_profile, profile_key, profile_path, save_profile
 from cast_ray.width.latency import DraftPoint, LatencyPoint, LatencyTable
 from tests.support import qwen3, save_tiny_drafter, save_tiny_model
@@ -49,7 +49,8 @@ def test_all_widths_batches_and_contexts_are_measured(settings: dict[str, Any]) 
     table, complete = probe_of(Engine(EngineConfig(**settings, width="chain"))).measure(120)
     assert complete
     points = {(p["tokens"], p["batch"], p["context"]) for p in table.to_dict()["verify"]}
-    assert {(n + 1, 1, 256) for n in (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)} <= points
+    assert {(count, 1, 256) for count in (1, 2, 4, 8, 16, 32)} <= points
+    assert len({count for count, batch, context in points if (batch, context) == (1, 256)}) <= 6 + CLOSER_POINTS
     assert {(b * (n + 1), b, 256) for b in (2, 4) for n in (0, 3, 7, 15, 31)} <= points
     # The model ends at 512 positions, a tree and its root lie behind the context.
     assert {(n + 1, 1, 480) for n in (0, 7, 31)} <= points
@@ -81,8 +82,10 @@ def test_a_probe_out_of_time_gives_a_table_and_the_next_start_goes_on(
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         whole = Engine(EngineConfig(**config, probe_seconds=120)).stats()["latency"]
-    assert len(whole["verify"]) > 20
-    assert short["verify"][0] in whole["verify"]
+    assert len(whole["verify"]) > 15
+    measured = [(point["tokens"], point["batch"], point["context"]) for point in whole["verify"]]
+    assert len(set(measured)) == len(measured)
+    assert (1, 1, 256) in measured
     assert short["draft"][0] in whole["draft"]
     assert caplog.text == ""
 
@@ -103,25 +106,66 @@ def test_a_profile_is_measured_once_and_then_loaded(
     assert len(measured) == 6
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", '{"key": {}, "latency": {}}', "foreign"])
-def test_a_damaged_or_foreign_profile_is_named_and_ignored(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def saved_profile(folder: Path) -> tuple[dict[str, Any], Path]:
     table = LatencyTable([LatencyPoint(1, 1, 0, 2.0)], [DraftPoint(1, 0, 1.0)], 0.1)
     key = profile_key(torch.device("cpu"), torch.float32, {"name": "x"}, None, {})
-    path = save_profile(key, Profile(table, complete=True), tmp_path)
-    loaded = load_profile(key, tmp_path)
+    path = save_profile(key, Profile(table, complete=True), folder)
+    loaded = load_profile(key, folder)
     assert loaded is not None
     assert loaded.complete
     assert loaded.table.to_dict() == table.to_dict()
-    if damage == "foreign":
-        saved = json.loads(path.read_text())
-        saved["key"]["torch"] = "0.1"
-        damage = json.dumps(saved)
+    return key, path
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", "7", '{"key": {}, "latency": {}}', '{"key": 3}', ""])
+def test_a_damaged_profile_is_named_and_ignored(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    key, path = saved_profile(tmp_path)
     path.write_text(damage)
     with caplog.at_level(logging.WARNING):
         assert load_profile(key, tmp_path) is None
+    assert f"{path} is ignored and measured anew" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"torch": "0.1"}, "torch 0.1, here"),
+        ({"format": 1}, "format 1, here"),
+        ({"device": "another"}, "device another, here"),
+        ({"target": {"name": "y"}}, "target {'name': 'y'}, here {'name': 'x'}"),
+    ],
+)
+def test_a_foreign_or_older_profile_is_named_and_ignored(
+    tmp_path: Path, change: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    key, path = saved_profile(tmp_path)
+    saved = json.loads(path.read_text())
+    saved["key"].update(change)
+    path.write_text(json.dumps(saved))
+    with caplog.at_level(logging.WARNING):
+        assert load_profile(key, tmp_path) is None
     assert str(path) in caplog.text
+    assert named in caplog.text
+
+
+def test_a_profile_of_other_versions_lies_where_it_is_found_and_one_of_another_device_elsewhere(tmp_path: Path) -> None:
+    key, path = saved_profile(tmp_path)
+    assert profile_path({**key, "torch": "0.1", "format": 1}, tmp_path) == path
+    for change in ({"device": "another"}, {"dtype": "bfloat16"}, {"target": {}}, {"drafter": {}}, {"threads": 99}):
+        assert profile_path({**key, **change}, tmp_path) != path
+
+
+def test_a_bad_profile_is_measured_anew_and_replaced(
+    settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(**{**settings, "width": "deployment", "profile_dir": tmp_path, "max_context": 200})
+    first = Engine(config).stats()["latency"]
+    (path,) = tmp_path.glob("*.json")
+    path.write_text(path.read_text()[:100])
+    again = Engine(config).stats()["latency"]
+    assert "measured anew" in caplog.text
+    assert again["verify"] != first["verify"]
+    assert Engine(config).stats()["latency"] == again
 
 
 def test_a_folder_that_cannot_be_written_costs_no_more_than_the_profile(

@@ -98,7 +98,7 @@ def test_a_device_that_gets_steeper_gets_narrower_trees_within_a_few_rounds(prom
     run(policy, steep, prompts, batch=1, rounds=60)
     after = run(policy, steep, prompts, batch=1, rounds=40)
     assert after.width < 0.7 * before.width
-    run(policy, mild, prompts, batch=1, rounds=150)
+    run(policy, mild, prompts, batch=1, rounds=220)
     assert run(policy, mild, prompts, batch=1, rounds=40).width > 0.8 * before.width
 
 
