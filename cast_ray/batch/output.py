@@ -1,81 +1,82 @@
-"""The output folder of a job: what a job may write over, and what the finished files say.
+"""The output folder of a job: what may be written there, what is there already, and what the finished rows say.
 
-`job.json` is written first and `summary.json` last, so a folder without the latter is not finished. The names of the
-Parquet files begin with a tag that stands in `job.json`: what bears another name is not touched.
+`job.json` is written first and `summary.json` last, so a folder without the latter is not finished.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import uuid
 from array import array
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.dataset as pads
 
-from cast_ray.batch.paths import check_writable
+from cast_ray.batch.manifest import JOB_FILE, Manifest
+from cast_ray.batch.openai_batch import result_line
+from cast_ray.batch.parts import Parts, is_part, json_line
+from cast_ray.batch.storage import Storage, check_writable
 from cast_ray.errors import EngineError, InputError, describe
 
-JOB_FILE = "job.json"
 SUMMARY_FILE = "summary.json"
+REPORT_FILE = "report.html"
+ERRORS_FILE = "errors.jsonl"
+# What an OpenAI Batch job ends with, beside the errors.
+RESULTS_FILE = "output.jsonl"
 _EXCERPT = 5
 
 
-def check_output(output: Path, inputs: tuple[str, ...], overwrite: bool) -> None:
+def check_output(output: Storage, inputs: Iterable[str], manifest: Manifest, overwrite: bool) -> None:
     """Raise InputError where nothing can be written, or where writing would harm: on other output or on the input."""
     check_writable(output)
-    if any(Path(file).parent == output.resolve() or output.resolve() in Path(file).parents for file in inputs):
-        raise InputError(describe("output", str(output), "holds the input", "Name another folder"))
-    written = written_files(output)
+    # As the input's paths are, with links followed.
+    inside = f"{(os.path.realpath(output.path) if output.is_local else output.path).rstrip('/')}/"
+    if any(path.startswith(inside) for path in inputs):
+        raise InputError(describe("output", output.shown, "holds the input", "Name another folder"))
+    there = Manifest.read(output)
+    names = [name for name in output.files() if not name.startswith(".")]
     # Not even beside them: who reads the folder would take them for rows of this job.
-    if foreign := sorted(file.name for file in set(output.glob("*.parquet")) - set(written)):
-        problem = f"holds Parquet files that no job wrote, such as {foreign[0]}"
-        raise InputError(describe("output", str(output), problem, "Name another folder, or move them away"))
-    if not overwrite and written:
-        raise InputError(
-            describe("output", str(output), "already holds output", "Name another folder, or pass --overwrite")
-        )
+    ours = JOB_FILE in names
+    foreign = [name for name in names if _is_output(name) and not (ours and _is_jobs(name))]
+    if foreign:
+        problem = f"holds files of rows that no job wrote, such as {foreign[0]}"
+        raise InputError(describe("output", output.shown, problem, "Name another folder, or move them away"))
+    if overwrite:
+        return
+    if there is None:
+        if JOB_FILE in names or SUMMARY_FILE in names:
+            problem = "already holds output of a job that cannot be gone on with"
+            raise InputError(describe("output", output.shown, problem, "Name another folder, or pass --overwrite"))
+    elif (difference := manifest.unlike(there)) is not None:
+        problem = f"already holds output of another job: {difference}"
+        raise InputError(describe("output", output.shown, problem, "Name another folder, or pass --overwrite"))
 
 
-def written_files(output: Path) -> list[Path]:
-    """Files there that a job wrote; others are never touched."""
-    tag = _tag(output)
-    rows = output.glob(f"{tag}_*.parquet") if tag else ()
-    return sorted([*rows, *(file for file in (output / JOB_FILE, output / SUMMARY_FILE) if file.exists())])
+def _is_output(name: str) -> bool:
+    return name.endswith(".parquet") or _is_jobs(name)
 
 
-def _tag(output: Path) -> str | None:
-    try:
-        tag = json.loads((output / JOB_FILE).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return tag if isinstance(tag, str) and re.fullmatch(r"\w+", tag) else None
+def _is_jobs(name: str) -> bool:
+    return is_part(name) or name in (RESULTS_FILE, ERRORS_FILE)
 
 
-def begin_output(output: Path, job: dict[str, Any]) -> str:
-    """An empty folder but for job.json (and files that are none of ours). Returns the tag for the job's files."""
-    # The summary goes first: what is left of an old run must not look finished. job.json stays until it is replaced:
-    # without its tag what is left of the old run would be nobody's.
-    for file in sorted(written_files(output), key=lambda file: file.name != SUMMARY_FILE):
-        if file.name != JOB_FILE:
-            file.unlink()
-    output.mkdir(parents=True, exist_ok=True)
-    tag = f"answers_{uuid.uuid4().hex[:12]}"
-    write_json(output / JOB_FILE, {**job, "files": tag})
-    return tag
+def clear_output(output: Storage, parts: Parts) -> None:
+    """Remove what a job left there, and nothing else."""
+    # The summary goes first: what is left of an old run must not look finished. job.json goes last: without it the
+    # parts would be nobody's.
+    output.remove(SUMMARY_FILE)
+    parts.clear()
+    for name in (REPORT_FILE, RESULTS_FILE, ERRORS_FILE, JOB_FILE):
+        output.remove(name)
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(output: Storage, name: str, value: dict[str, Any]) -> None:
     """Whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    output.write(name, f"{text}\n".encode())
 
 
 @dataclass
@@ -93,36 +94,64 @@ class OutputCounts:
     first_errors: list[dict[str, str]] = field(default_factory=list)
 
 
-def count_output(output: Path, id_column: str) -> OutputCounts:
+def count_output(parts: Parts, id_column: str) -> OutputCounts:
     """Read back what was written: the report tells of the files, not of what the job meant to write."""
     counts = OutputCounts()
     seen = array("q")  # eight bytes a row, however long the names are
-    columns = ["finish_reason", "num_input_tokens", "num_generated_tokens", "rounds", "error"]
-    files = [str(file) for file in written_files(output) if file.suffix == ".parquet"]
-    for batch in pads.dataset(files, format="parquet").to_batches(columns=[*columns, id_column]) if files else ():
-        for row in batch.to_pylist():
-            counts.rows += 1
-            seen.append(hash(str(row[id_column])))
-            if row["error"] is None:
-                counts.input_tokens += row["num_input_tokens"]
-                counts.generated_tokens += row["num_generated_tokens"]
-                counts.rounds += row["rounds"]
-                counts.finish_reasons[row["finish_reason"]] += 1
-                continue
-            counts.failed += 1
-            counts.error_kinds[row["error"].split(":", 1)[0]] += 1
-            if len(counts.first_errors) < _EXCERPT:
-                counts.first_errors.append({"row": str(row[id_column]), "error": row["error"]})
+    columns = ["finish_reason", "num_input_tokens", "num_generated_tokens", "rounds", "error", id_column]
+    for row in parts.all_rows(list(dict.fromkeys(columns))):
+        counts.rows += 1
+        seen.append(hash(str(row[id_column])))
+        if row["error"] is None:
+            counts.input_tokens += row["num_input_tokens"]
+            counts.generated_tokens += sum(_each(row["num_generated_tokens"]))
+            counts.rounds += sum(_each(row["rounds"]))
+            counts.finish_reasons.update(_each(row["finish_reason"]))
+            continue
+        counts.failed += 1
+        counts.error_kinds[row["error"].split(":", 1)[0]] += 1
+        if len(counts.first_errors) < _EXCERPT:
+            counts.first_errors.append({"row": str(row[id_column]), "error": row["error"]})
     counts.names = len(np.unique(np.asarray(seen)))
     return counts
 
 
-def check_complete(counts: OutputCounts, rows: int, nodes: int) -> None:
-    """Raise EngineError unless each of the input's rows was written, and once. nodes: those alive in the cluster."""
+def _each(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def check_complete(counts: OutputCounts, rows: int) -> None:
+    """Raise EngineError unless each of the input's rows was written, and once."""
     if counts.rows == counts.names == rows:
         return
     written = f"{counts.rows} rows" if counts.rows == counts.names else f"{counts.rows} rows ({counts.names} different)"
-    remedy = "If the input did not change meanwhile, run the job again with --overwrite"
-    if nodes > 1:
-        remedy = f"On a cluster of {nodes} nodes the output must be on storage that every node sees. {remedy}"
+    remedy = "If the input did not change meanwhile, run the job again: it does what is missing"
     raise EngineError(f"the output has {written} where the input has {rows}. {remedy}")
+
+
+def write_errors(output: Storage, parts: Parts, id_column: str, user_column: str | None) -> None:
+    """Every failed row's name and reason, one a line; no such file where none failed."""
+    columns = list(dict.fromkeys([id_column, *([user_column] if user_column else []), "error"]))
+    failed = (json_line(row) for row in parts.all_rows(columns) if row["error"] is not None)
+    _write_unless_empty(output, ERRORS_FILE, failed)
+
+
+def write_openai(output: Storage, parts: Parts, id_column: str, created: int) -> None:
+    """The result and the error file of an OpenAI Batch, from the parts."""
+    rows = ((row["error"], result_line(row, str(row[id_column]), created)) for row in parts.all_rows())
+    output.write(RESULTS_FILE, (json_line(line) for error, line in rows if error is None))
+    rows = ((row["error"], result_line(row, str(row[id_column]), created)) for row in parts.all_rows())
+    _write_unless_empty(output, ERRORS_FILE, (json_line(line) for error, line in rows if error is not None))
+
+
+def _write_unless_empty(output: Storage, name: str, lines: Iterator[bytes]) -> None:
+    first = next(lines, None)
+    if first is None:
+        output.remove(name)
+        return
+
+    def all_lines() -> Iterator[bytes]:
+        yield first
+        yield from lines
+
+    output.write(name, all_lines())

@@ -5,18 +5,22 @@ It reads and writes no files; `driver` does that around it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
+import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy, Dataset
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cast_ray.batch.columns import READ_ERROR_COLUMN, check_columns, identity_column
-from cast_ray.batch.prepare import find_prompt_column
-from cast_ray.batch.stage import Stage, StageSettings
+from cast_ray.batch.columns import check_columns, identity_column
+from cast_ray.batch.extras import ExtraColumns
+from cast_ray.batch.requests import RequestMaker, RequestSettings
+from cast_ray.batch.stage import Stage
 from cast_ray.config import BatchConfig
+from cast_ray.errors import InputError, describe
 from cast_ray.pool.actor import EngineFactory, default_engine
 from cast_ray.pool.pool import EnginePool
 
@@ -25,8 +29,6 @@ RowFunction = Callable[[Row], Row]
 
 # Batches that wait in the stage beyond those the engines hold, so that their queue never runs dry.
 _SPARE_CALLS = 2
-# Batches in a block. Ray Data runs at most four batches of a block at once.
-_BATCHES_A_BLOCK = 4
 
 
 class Pipeline:
@@ -39,35 +41,38 @@ class Pipeline:
         preprocess: RowFunction | None = None,
         postprocess: RowFunction | None = None,
         engine_factory: EngineFactory = default_engine,
-        pool: EnginePool | None = None,
-        json_columns: frozenset[str] = frozenset(),
-        tally: Any | None = None,
     ) -> None:
         self._config = config
         self._preprocess = preprocess
         self._postprocess = postprocess
         self._engine_factory = engine_factory
-        self._pool = pool
-        self._json_columns = json_columns
-        self._tally = tally
+        self._pool: EnginePool | None = None
+        self._tally: Any | None = None
+        self._settings: RequestSettings | None = None
+
+    @classmethod
+    def of_job(cls, settings: RequestSettings, pool: EnginePool, tally: Any) -> Pipeline:
+        """One for the driver, which knows the columns, has a pool of its own, and wants to be told of finished rows."""
+        made = cls(settings.config)
+        made._settings, made._pool, made._tally = settings, pool, tally
+        return made
 
     def __call__(self, dataset: Dataset) -> Dataset:
         """Lazy, like every dataset. Raises InputError for a missing column or one that an output would overwrite."""
+        config = self._config
         if self._preprocess is not None:
             dataset = dataset.map(self._preprocess)
-        config = self._config
-        columns = [name for name in dataset.columns() or [] if name != READ_ERROR_COLUMN]
-        check_columns(columns)
-        settings = StageSettings(
-            prompt=find_prompt_column(columns, config.prompt_column, config.messages_column, self._json_columns),
-            id_column=identity_column(columns),
-            max_tokens=config.max_tokens,
-            temperature=config.temperature,
-            seed=config.seed,
-        )
+        settings = self._settings or self._look(dataset)
+        if config.group_prefixes:
+            dataset = dataset.map_batches(
+                sort_by_prompt, fn_args=(settings,), batch_size=None, batch_format="pyarrow", zero_copy_batch=True
+            )
         pool = self._started_pool()
-        wanted = math.ceil(len(pool) * pool.slots / config.batch_size) + _SPARE_CALLS
-        dataset = dataset.repartition(target_num_rows_per_block=_BATCHES_A_BLOCK * config.batch_size)
+        # Twice what the engines hold: a batch stays here until its row on the slowest engine is done, and the others
+        # must not run dry meanwhile.
+        wanted = math.ceil(2 * pool.capacity / config.batch_size) + _SPARE_CALLS
+        # A block is what is handed on when it is finished, so it is no more than one unit of work.
+        dataset = dataset.repartition(target_num_rows_per_block=config.batch_size)
         dataset = dataset.map_batches(
             Stage,
             fn_constructor_args=(pool.members, settings, self._tally),
@@ -84,6 +89,22 @@ class Pipeline:
             scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
         )
         return dataset.map(self._postprocess) if self._postprocess is not None else dataset
+
+    def _look(self, dataset: Dataset) -> RequestSettings:
+        config = self._config
+        columns = dataset.columns() or []
+        if config.id_column is not None and config.id_column not in columns:
+            problem = f"is no column of the dataset. Columns there: {', '.join(columns)}"
+            raise InputError(describe("id_column", config.id_column, problem, "Name one of these, or leave it out"))
+        settings = RequestSettings(
+            config=config,
+            columns=tuple(columns),
+            id_column=config.id_column or identity_column(columns),
+            samples=config.n > 1,
+        )
+        check_columns(columns, ExtraColumns(config, settings.samples).names)
+        RequestMaker(settings)  # what it would refuse in the stage is refused here
+        return settings
 
     def _started_pool(self) -> EnginePool:
         if self._pool is None:
@@ -104,6 +125,15 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def sort_by_prompt(table: pa.Table, settings: RequestSettings) -> pa.Table:
+    """The rows of a block in the order of their prompts, so that those that begin alike stand together."""
+    # As messages, whose order is that of their text: rendering a chat here would load a tokenizer into every task.
+    config = settings.config.replace(chat_template_kwargs={})
+    _, made = RequestMaker(dataclasses.replace(settings, config=config)).make(table)
+    keys = [repr(requests[0].prompt) if isinstance(requests, list) else "" for requests in made]
+    return table.take(sorted(range(len(keys)), key=keys.__getitem__))
 
 
 def build_pipeline(

@@ -1,29 +1,51 @@
-"""What a person sees while a job runs: a bar on a terminal, a line every few seconds in a log. Decides nothing."""
+"""What a person sees while a job runs: a bar on a terminal, a line every few seconds in a log; and the watch over it.
+
+It looks at the engines and counts rows. It decides one thing: that a job in which nothing has moved for too long ends.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from typing import Any, Self
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from typing import Any, Self, TypeVar
 
 import ray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cast_ray.errors import EngineError, describe
 from cast_ray.pool.pool import EnginePool
+from cast_ray.stats.timeline import Sample, Timeline, grown
 
 logger = logging.getLogger(__name__)
 LINE_EVERY_S = 5.0
 BAR_EVERY_S = 0.5
+# Rates shown are of this long a time back.
+RECENT_S = 30.0
+_MOST_WIDTHS = 8
+
+Result = TypeVar("Result")
+
+_STAGES = {
+    "reading": "Check that the input's storage answers and that the cluster has free CPUs (`ray status`)",
+    "generating": "See the engines' logs in Ray's session folder; raise it where nodes take that long to come",
+    "writing": "Check that the output's storage answers and that the cluster has free CPUs (`ray status`)",
+}
 
 
 class Tally:
-    """An actor that hears from the stage: finished rows, and why it failed. The report counts the output instead."""
+    """An actor that hears from the stage: rows that came and rows done, and why it failed. The report counts the output
+    instead."""
 
     def __init__(self) -> None:
-        self._counts = {"rows": 0, "errors": 0, "tokens": 0}
+        self._counts = {"arrived": 0, "rows": 0, "errors": 0, "tokens": 0}
         self._failure: str | None = None
+
+    def arrive(self, rows: int) -> None:
+        self._counts["arrived"] += rows
 
     def add(self, rows: int, errors: int, tokens: int) -> None:
         self._counts["rows"] += rows
@@ -34,7 +56,7 @@ class Tally:
         self._failure = self._failure or cause
 
     def read(self) -> dict[str, Any]:
-        """rows, errors and tokens so far; failure: what ended the stage, or None."""
+        """arrived, rows, errors and tokens so far; failure: what ended the stage, or None."""
         return {**self._counts, "failure": self._failure}
 
 
@@ -42,16 +64,46 @@ def start_tally() -> Any:
     return ray.remote(Tally).options(num_cpus=0).remote()
 
 
-class JobProgress:
-    """Shows progress from a thread of its own for as long as its `with` block runs."""
+class StallWatch:
+    """Whether nothing at all has moved for too long, and at which stage that is. timeout_s None: never."""
 
-    def __init__(self, total: int, tally: Any, pool: EnginePool, console: Console) -> None:
+    def __init__(self, total: int, timeout_s: float | None) -> None:
+        self._total = total
+        self._timeout_s = timeout_s
+        self._seen: Hashable = None
+        self._since = 0.0
+
+    def look(self, seconds: float, arrived: int, rows: int, steps: int) -> EngineError | None:
+        """The end of the job, or None. steps: of all engines together; any change is life."""
+        if (arrived, rows, steps) != self._seen:
+            self._seen, self._since = (arrived, rows, steps), seconds
+        if self._timeout_s is None or seconds - self._since < self._timeout_s:
+            return None
+        stage = "writing" if rows >= self._total else "generating" if arrived > rows else "reading"
+        problem = (
+            f"nothing moved for that long while {stage} "
+            f"({arrived} of {self._total} rows read, {rows} answered). The job is ended"
+        )
+        return EngineError(describe("pool.stall_timeout_s", self._timeout_s, problem, _STAGES[stage]))
+
+
+class JobProgress:
+    """Shows progress from a thread of its own for as long as its `with` block runs. timeline: what it has seen."""
+
+    def __init__(
+        self, total: int, tally: Any, pool: EnginePool, console: Console, stall_timeout_s: float | None = None
+    ) -> None:
+        self.timeline = Timeline()
         self._total = total
         self._tally = tally
         self._pool = pool
         self._console = console
-        self._counts: dict[str, Any] = {"rows": 0, "errors": 0}
-        self._engines: dict[str, dict[str, Any]] = {}
+        self._watch = StallWatch(total, stall_timeout_s)
+        self._counts: dict[str, Any] = {"arrived": 0, "rows": 0, "errors": 0}
+        self._steps: dict[str, int] = {}
+        self._ready = 0
+        self._stalled: EngineError | None = None
+        self._over = threading.Event()
         self._done = threading.Event()
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="cast-ray-progress", daemon=True)
@@ -63,12 +115,33 @@ class JobProgress:
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join(timeout=10)
+        if self._stalled is None:
+            self._look()
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        """The result of `work`, or EngineError as soon as the job stalls. What hangs cannot be called off, so it is
+        left behind in a thread that does not keep the process alive."""
+        future: Future[Result] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+            self._over.set()
+
+        threading.Thread(target=call, name="cast-ray-job", daemon=True).start()
+        self._over.wait()
+        if self._stalled is not None and not future.done():
+            raise self._stalled
+        return future.result()
 
     def _run(self) -> None:
         if not self._console.is_terminal:
             while not self._done.wait(LINE_EVERY_S):
-                rows, status = self._status()
-                self._console.print(f"{rows}/{self._total} rows, {status}", highlight=False, soft_wrap=True)
+                self._look()
+                line = f"{self._counts['rows']}/{self._total} rows, {self._status()}"
+                self._console.print(line, highlight=False, soft_wrap=True)
             return
         columns = (
             TextColumn("generating"),
@@ -80,23 +153,58 @@ class JobProgress:
         with Progress(*columns, console=self._console, transient=True) as bar:
             task = bar.add_task("", total=self._total)
             while not self._done.wait(BAR_EVERY_S):
-                rows, status = self._status()
-                bar.update(task, completed=rows, description=status)
+                self._look()
+                bar.update(task, completed=self._counts["rows"], description=self._status())
 
-    def _status(self) -> tuple[int, str]:
+    def _look(self) -> None:
+        stats: dict[str, dict[str, Any]] = {}
         try:
             self._counts = ray.get(self._tally.read.remote(), timeout=2)
-            for name, about in self._pool.stats(timeout_s=2).items():
-                if about["engine"]:
-                    self._engines[name] = about["engine"]
+            stats = self._pool.stats(timeout_s=2)
         except Exception as error:
             # What was seen last still stands, and the job's own thread tells what is wrong.
             logger.debug("no news of the job: %s", error)
-        engines = self._engines.values()
-        rounds = sum(engine["rounds"] for engine in engines)
-        length = sum(engine["rounds"] * engine["mean_round_length"] for engine in engines) / rounds if rounds else 0.0
-        rate = sum(engine["tokens_generated"] for engine in engines) / (time.monotonic() - self._began)
-        return self._counts["rows"], (
-            f"{self._counts['errors']} errors, {rate:.1f} tokens/s, round length {length:.2f}, "
-            f"{len(engines)} engine{'' if len(engines) == 1 else 's'}"
-        )
+        engines = {name: about["engine"] for name, about in stats.items() if about["engine"]}
+        if stats:
+            self._ready = len(engines)
+        self._steps.update({name: engine["steps"] for name, engine in engines.items()})
+        seconds = time.monotonic() - self._began
+        self.timeline.add(seconds, self._counts["rows"], stats)
+        steps = sum(self._steps.values())
+        self._stalled = self._watch.look(seconds, self._counts["arrived"], self._counts["rows"], steps)
+        if self._stalled is not None:
+            self._over.set()
+
+    def _status(self) -> str:
+        parts = [f"{self._counts['errors']} errors"]
+        span = self.timeline.since(RECENT_S)
+        if span is not None:
+            parts += _recent(*span, self._total)
+        parts.append(f"{self._ready} engine{'' if self._ready == 1 else 's'}")
+        return ", ".join(parts)
+
+
+def _recent(old: Sample, new: Sample, total: int) -> list[str]:
+    """Rate, round length, widths and time left, as the last moments had them."""
+    seconds = new.seconds - old.seconds
+    tokens, rounds = grown(old, new, None, "tokens_committed"), grown(old, new, None, "rounds")
+    parts = [f"{tokens / seconds:.1f} tokens/s"]
+    if rounds:
+        parts.append(f"round length {tokens / rounds:.2f}")
+        widths = [
+            f"{grown(old, new, name, 'nodes_verified') / own:.0f}"
+            for name in new.actors
+            if (own := grown(old, new, name, "rounds")) > 0
+        ]
+        more = " …" if len(widths) > _MOST_WIDTHS else ""
+        parts.append(f"width {' '.join(widths[:_MOST_WIDTHS])}{more}")
+    if new.rows > old.rows:
+        left = (total - new.rows) * seconds / (new.rows - old.rows)
+        parts.append(f"{_clock(left)} left")
+    return parts
+
+
+def _clock(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"

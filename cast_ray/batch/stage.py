@@ -6,80 +6,92 @@ slowest row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
 
-from cast_ray.batch.columns import READ_ERROR_COLUMN, append_outputs, read_cells
-from cast_ray.batch.prepare import PromptColumn, read_prompt
-from cast_ray.errors import EngineError, RequestError
-from cast_ray.pool.client import PoolClient, PoolMembers
+from cast_ray.batch.columns import append_outputs
+from cast_ray.batch.extras import ExtraColumns, judged
+from cast_ray.batch.requests import RequestMaker, RequestSettings
+from cast_ray.errors import EngineError
+from cast_ray.pool.client import PoolMembers
 from cast_ray.pool.rows import RowAnswer, RowRequest
-from cast_ray.request import SamplingParams, derive_seed
+from cast_ray.serve.attached import AttachedMembers
 
+# Answers kept for later rows that ask the same; a few hundred megabytes of text at most.
+_KEPT_ANSWERS = 100_000
 
-@dataclass(frozen=True)
-class StageSettings:
-    """What the stage needs of a job's settings. id_column: None where nothing names a row."""
-
-    prompt: PromptColumn
-    id_column: str | None
-    max_tokens: int
-    temperature: float
-    seed: int
+Generate = Callable[[Sequence[RowRequest]], Awaitable[list[RowAnswer]]]
 
 
 class Stage:
     """Callable class for `Dataset.map_batches` with Arrow tables. tally: an actor told of finished rows, or None."""
 
-    def __init__(self, members: PoolMembers, settings: StageSettings, tally: Any | None = None) -> None:
-        self._settings = settings
-        self._client = PoolClient(members)
+    def __init__(
+        self, members: PoolMembers | AttachedMembers, settings: RequestSettings, tally: Any | None = None
+    ) -> None:
+        self._maker = RequestMaker(settings)
+        self._samples = settings.samples
+        self._extras = ExtraColumns(settings.config, settings.samples)
+        client = members.client()
+        self._generate: Generate = Once(client.generate) if settings.config.dedupe else client.generate
         self._tally = tally
 
     async def __call__(self, table: pa.Table) -> pa.Table:
-        table, requests = prepare(table, self._settings)
-        wanted = [request for request in requests if isinstance(request, RowRequest)]
+        if self._tally is not None:
+            self._tally.arrive.remote(len(table))
+        table, made = self._maker.make(table)
+        wanted = [request for requests in made if isinstance(requests, list) for request in requests]
+        if self._tally is not None:
+            self._tally.arrive.remote(len(made))
         try:
-            generated = iter(await self._client.generate(wanted))
+            generated = iter(await self._generate(wanted))
         except EngineError as error:
             if self._tally is not None:
                 await self._tally.fail.remote(str(error))
             raise
-        answers = [next(generated) if isinstance(request, RowRequest) else request for request in requests]
+        answers = [
+            [judged(next(generated), one.params) for one in requests] if isinstance(requests, list) else [requests]
+            for requests in made
+        ]
         if self._tally is not None:
-            errors = sum(answer.error is not None for answer in answers)
-            tokens = sum(answer.num_generated_tokens or 0 for answer in answers)
+            errors = sum(any(answer.error is not None for answer in row) for row in answers)
+            tokens = sum(answer.num_generated_tokens or 0 for row in answers for answer in row)
             self._tally.add.remote(len(answers), errors, tokens)
-        return append_outputs(table, answers)
+        return self._extras.append(append_outputs(table, answers, self._samples), answers)
 
 
-def prepare(table: pa.Table, settings: StageSettings) -> tuple[pa.Table, list[RowRequest | RowAnswer]]:
-    """The table without the readers' own column, and for every row a request, or its error where it cannot be one."""
-    prompts, bad_prompts = read_cells(settings.prompt.name, table[settings.prompt.name])
-    ids: list[Any] = [None] * len(table)
-    bad_ids: dict[int, str] = {}
-    if settings.id_column:
-        ids, bad_ids = read_cells(settings.id_column, table[settings.id_column])
-    unread: list[str | None] = [None] * len(table)
-    if READ_ERROR_COLUMN in table.column_names:
-        unread = table[READ_ERROR_COLUMN].to_pylist()
-        table = table.drop_columns([READ_ERROR_COLUMN])
-    for row, problem in {**bad_ids, **bad_prompts}.items():
-        unread[row] = unread[row] or problem
-    rows = zip(prompts, ids, unread, strict=True)
-    return table, [_request(prompt, row_id, problem, settings) for prompt, row_id, problem in rows]
+class Once:
+    """Generates for equal requests once. Answers are kept for later ones, the oldest forgotten first."""
 
+    def __init__(self, generate: Generate, keep: int = _KEPT_ANSWERS) -> None:
+        self._generate = generate
+        self._keep = keep
+        self._answers: OrderedDict[str, asyncio.Future[RowAnswer]] = OrderedDict()
 
-def _request(prompt: Any, row_id: Any, problem: str | None, settings: StageSettings) -> RowRequest | RowAnswer:
-    if problem is not None:
-        return RowAnswer.failed("UnreadableRow", problem)
-    # Without a name the prompt itself is one: rows with equal prompts then share their sample, wherever they stand.
-    name = str(row_id) if row_id is not None else repr(prompt)
-    seed = derive_seed(settings.seed, name) if settings.temperature > 0 else None
-    try:
-        params = SamplingParams(max_tokens=settings.max_tokens, temperature=settings.temperature, seed=seed)
-        return RowRequest(name if row_id is not None else "", read_prompt(prompt, settings.prompt), params)
-    except RequestError as error:
-        return RowAnswer.failed("InvalidPrompt", error)
+    async def __call__(self, rows: Sequence[RowRequest]) -> list[RowAnswer]:
+        loop = asyncio.get_running_loop()
+        new: list[tuple[str, RowRequest, asyncio.Future[RowAnswer]]] = []
+        waiting = []
+        for row in rows:
+            key = repr((row.prompt, row.params))
+            if key not in self._answers:
+                self._answers[key] = loop.create_future()
+                new.append((key, row, self._answers[key]))
+            waiting.append(self._answers[key])
+        while len(self._answers) > self._keep:
+            self._answers.popitem(last=False)
+        try:
+            answers = await self._generate([row for _, row, _ in new]) if new else []
+        except Exception as error:
+            for key, _, future in new:
+                self._answers.pop(key, None)
+                future.set_exception(error)
+                future.exception()  # looked at here, for there may be nobody else who waits for it
+            raise
+        for (_, _, future), answer in zip(new, answers, strict=True):
+            future.set_result(answer)
+        return list(await asyncio.gather(*waiting))

@@ -1,80 +1,126 @@
-"""Linear layers on a CPU for the few rows that a decoding round has.
+"""Linear layers on a CPU for the few rows that a decoding round has: weights packed once, at load, not every time.
 
-For a handful of rows BLAS multiplies `W @ x^T` up to three times faster than `x @ W^T`, the order PyTorch asks for,
-since it need not pack the large matrix first. Same numbers up to rounding. Other devices keep PyTorch's own layers.
+Two packed forms, both with float32 inputs, sums and outputs: weights that 16 bits hold exactly (all that are bfloat16)
+are kept in half precision, at half the memory traffic; others stay float32. Same numbers as the plain layer up to
+float32 rounding. Other devices, and builds of PyTorch without these products, keep the plain layers.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-# Beyond this many rows both orders take the same time.
-MAX_ROWS = 8
-# The other order must win by this factor to be used: a machine's noise is not to decide how numbers round.
-MARGIN = 1.15
-TRIAL_ROWS = 4
-TRIAL_REPEATS = 15
+from cast_ray.models.loading import computes_in_bfloat16
+
+# A weight's row may move by this share of its norm when it is rounded to half precision: what a float32 sum of some
+# hundred products loses anyway.
+ROUNDING = 2.0**-22
+# The packed float32 layout is made for about this many rows; it serves fewer and more as well as a layout of their own.
+PACKED_ROWS = 4
+
+Product = Callable[[Tensor], Tensor]  # [n, in] -> [n, out], n > 0
 
 
-class FewRowsLinear(nn.Linear):
-    """An `nn.Linear` that multiplies in the other order for up to MAX_ROWS rows."""
+class PackedLinear(nn.Module):
+    """One or more linear layers of the same input as one product over packed weights.
+
+    weight: the plain weight, kept only where somebody else reads it (an output head); else None.
+    """
+
+    def __init__(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, keep: bool, exact: bool = True
+    ) -> None:
+        super().__init__()
+        self.in_features = weights[0].shape[1]
+        self.out_features = sum(weight.shape[0] for weight in weights)
+        self.weight = weights[0] if keep and len(weights) == 1 else None
+        whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        self.form, self._product = _packed(whole.detach().float(), _joined_bias(weights, biases), exact)
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = input.numel() // self.in_features
-        if rows > MAX_ROWS:
-            return F.linear(input, self.weight, self.bias)
-        return few_rows_linear(input.reshape(rows, self.in_features), self.weight, self.bias).view(
-            *input.shape[:-1], self.out_features
-        )
+        shape = (*input.shape[:-1], self.out_features)
+        if input.numel() == 0:
+            return input.new_empty(shape)
+        return self._product(input.reshape(-1, self.in_features)).view(shape)
 
 
-def few_rows_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`rows @ weight^T + bias`: rows `[n, in]`, weight `[out, in]` -> `[n, out]`, contiguous."""
-    count = rows.shape[0]
-    if count in (1, 3):
-        # One row would be a matrix-vector product, three have no kernel of their own: two and four are faster.
-        rows = F.pad(rows, (0, 0, 0, 1))
-    out = torch.mm(weight, rows.t())[:, :count].t().contiguous()
-    return out if bias is None else out.add_(bias)
+def pack_linears(model: nn.Module, *, exact: bool = True, keep: nn.Module | None = None) -> int:
+    """Replace every plain `nn.Linear` of a CPU model by a PackedLinear, in place. Returns how many.
 
-
-def speed_up_linears(model: nn.Module) -> int:
-    """Turn every plain `nn.Linear` of a float32 CPU model into a FewRowsLinear, in place; the weights stay shared.
-
-    Only where a short trial on the model's largest layer shows that it pays on this machine. Returns how many.
+    The plain weights are let go, but for those of the layer `keep`. exact: False lets weights be rounded to half
+    precision, as a drafter's may. Does nothing where `can_pack` says no.
     """
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
-    if not linears or not all(_is_plain(linear.weight) for linear in linears):
+    if not can_pack(model):
         return 0
-    if not _pays(max(linears, key=lambda linear: linear.weight.numel()).weight):
-        return 0
-    for linear in linears:
-        # The same parameters under another forward: hooks, names and ties of the module stay as they are.
-        linear.__class__ = FewRowsLinear
-    return len(linears)
+    count = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                packed = PackedLinear([child.weight], [child.bias], keep=child is keep, exact=exact)
+                setattr(parent, name, packed)
+                count += 1
+    return count
 
 
-def _is_plain(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32
+def can_pack(model: nn.Module) -> bool:
+    """Whether a model is on a CPU, and in a dtype that packed products serve better than the CPU's own.
+
+    They compute in float32, so that a bfloat16 model gains where bfloat16 is emulated, and there only.
+    """
+    places = {(p.device, p.dtype) for p in model.parameters()}
+    if len(places) != 1:
+        return False
+    device, dtype = places.pop()
+    served = dtype == torch.float32 or (dtype == torch.bfloat16 and not computes_in_bfloat16(device))
+    return device.type == "cpu" and served and _has_kernels()
 
 
-@torch.inference_mode()
-def _pays(weight: Tensor) -> bool:
-    rows = torch.randn(TRIAL_ROWS, weight.shape[1])
-    ours = _best_of(lambda: few_rows_linear(rows, weight, None))
-    theirs = _best_of(lambda: F.linear(rows, weight))
-    return theirs > MARGIN * ours
+def linear_forms(model: nn.Module) -> list[str]:
+    """The forms that a model's linear layers have, for what depends on their speed."""
+    return sorted(
+        {
+            module.form if isinstance(module, PackedLinear) else "plain"
+            for module in model.modules()
+            if isinstance(module, nn.Linear | PackedLinear)
+        }
+    )
 
 
-def _best_of(run: Callable[[], Tensor]) -> float:
-    best = float("inf")
-    for _ in range(TRIAL_REPEATS):
-        started = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - started)
-    return best
+def fits_half(weight: Tensor) -> bool:
+    """Whether half precision holds a weight `[out, in]` up to what float32 sums round anyway."""
+    lost = (weight.half().float() - weight).norm(dim=1)
+    return bool((lost <= ROUNDING * weight.norm(dim=1)).all())
+
+
+def _packed(weight: Tensor, bias: Tensor | None, exact: bool) -> tuple[str, Product]:
+    if not exact or fits_half(weight):
+        half = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+        return "half", lambda rows: torch.ops.quantized.linear_dynamic_fp16(rows, half)
+    blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
+    return "float32", lambda rows: torch.ops.mkldnn._linear_pointwise(rows, blocked, bias, "none", [], "")
+
+
+def _joined_bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
+    if all(bias is None for bias in biases):
+        return None
+    parts = [w.new_zeros(w.shape[0]) if b is None else b.detach() for w, b in zip(weights, biases, strict=True)]
+    return torch.cat(parts).float()
+
+
+@cache
+def _has_kernels() -> bool:
+    """Both are PyTorch's own, but not public API, and not in every build: a tiny product tells."""
+    try:
+        rows, weight = torch.ones(2, 8), torch.ones(8, 8)
+        half = torch.ops.quantized.linear_prepack_fp16(weight, None)
+        blocked = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+        outs = [
+            torch.ops.quantized.linear_dynamic_fp16(rows, half),
+            torch.ops.mkldnn._linear_pointwise(rows, blocked, None, "none", [], ""),
+        ]
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return all(bool((out == 8).all()) for out in outs)

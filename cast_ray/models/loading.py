@@ -103,6 +103,13 @@ def load_target(
     )
 
 
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a target alone, named as for `load_target`. Raises ModelError."""
+    folder, _ = _find(name, trust_remote_code)
+    with _quiet():
+        return _read_tokenizer(name, folder, trust_remote_code)
+
+
 def target_fingerprint(loaded: LoadedTarget) -> dict[str, Any]:
     """What makes two targets cost the same time: their name and shape, as plain values for a profile's key."""
     config = loaded.model.config.get_text_config()
@@ -141,13 +148,14 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """`float32`, `bfloat16`, or `auto`: bfloat16 where the device computes in it, else float32. Raises ConfigError."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if name == "auto":
-        return torch.bfloat16 if _computes_in_bfloat16(device) else torch.float32
+        return torch.bfloat16 if computes_in_bfloat16(device) else torch.float32
     if name not in known:
         raise ConfigError(describe("dtype", name, "is no dtype of the engine", "Use auto, float32 or bfloat16"))
     return known[name]
 
 
-def _computes_in_bfloat16(device: torch.device) -> bool:
+def computes_in_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 products are the device's own; elsewhere PyTorch emulates them, slower than float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
     if device.type == "cpu":

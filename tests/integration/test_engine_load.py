@@ -82,6 +82,8 @@ def engine_for(folder: Path, width: str, **changes: Any) -> Engine:
         "max_nodes": 15,
         "kv_cache_tokens": 4096,
         "probe_seconds": 1.0,
+        # A random drafter is to go on drafting.
+        "watch_drafter": False,
         "profile_dir": folder / "profiles",
     }
     return Engine(EngineConfig(**{**settings, **changes}))

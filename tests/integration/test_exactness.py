@@ -13,7 +13,7 @@ from cast_ray import Engine, EngineConfig, SamplingParams
 from cast_ray.models.loading import LoadedTarget, load_target
 from tests.support import Comparison, reference_greedy
 
-POLICIES = ("ar", "chain", "fixed:7", "fixed:31", "fixed:63", "deployment")
+POLICIES = ("ar", "chain", "fixed:7", "fixed:63", "deployment", "joint")
 PROMPTS = [
     json.loads(line)
     for line in (Path(__file__).parents[1] / "data" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()

@@ -5,6 +5,7 @@ The faults are a fake engine's, since a real one has none to order; the last tes
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ from cast_ray.batch.pipeline import build_pipeline
 from cast_ray.config import BatchConfig
 from cast_ray.errors import EngineError, InputError, ModelError
 from tests.fake_engine import FakeEngine
+from tests.support import qwen3, save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -198,20 +200,233 @@ def test_engines_that_cannot_start_raise_their_own_error_before_anything_is_writ
     assert not (tmp_path / "out").exists()
 
 
-def test_output_of_an_earlier_job_is_kept_unless_overwrite_is_said(tmp_path: Path) -> None:
+def test_output_of_another_job_is_kept_unless_overwrite_is_said(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [{"id": 1, "prompt": "first"}])
     output = tmp_path / "out"
     run(source, output)
     (output / "notes.txt").write_text("mine")
     write_jsonl(source, [{"id": 1, "prompt": "second"}])
 
-    with pytest.raises(InputError, match="already holds output"):
+    with pytest.raises(InputError, match=r"already holds output of another job: its input in\.jsonl was another file"):
         run(source, output)
     assert [row["generated_text"] for row in read_output(output)] == ["FIRST"]
 
     run(source, output, overwrite=True)
     assert [row["generated_text"] for row in read_output(output)] == ["SECOND"]
     assert (output / "notes.txt").read_text() == "mine"
+
+
+def test_a_pilot_is_gone_on_with_and_a_finished_job_has_nothing_left_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"id": index, "prompt": f"row {index}"} for index in range(60)]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    output = tmp_path / "out"
+
+    pilot, written = run(source, output, batch_size=4, limit=10)
+    assert sorted(row["id"] for row in written) == list(range(10))
+    assert (pilot["rows_now"], pilot["rows_left"]) == (10, 50)
+    assert pilot["projected_s"] > 0
+    again, _ = run(source, output, batch_size=4, limit=10)
+    assert (again["rows_now"], again["actors"]) == (0, [])
+
+    whole, written = run(source, output, batch_size=8)
+    assert whole["rows_now"] == 50
+    assert sorted(row["id"] for row in written) == list(range(60))
+    assert whole["projected_s"] is None
+
+    def no_engines(*_: Any) -> None:
+        raise AssertionError("engines were started")
+
+    monkeypatch.setattr("cast_ray.pool.pool.EnginePool.__init__", no_engines)
+    done, after = run(source, output)
+    assert (done["rows"], done["rows_now"]) == (60, 0)
+    assert after == written
+    with pytest.raises(InputError, match="max_tokens is 256 there and 5 here"):
+        run(source, output, max_tokens=5)
+
+
+def bad_rows() -> list[bytes]:
+    """Three rows each of ten kinds that cannot be answered; `{}` stands for their id."""
+    kinds = [
+        b'{"id": "{}", "prompt": null}',
+        b'{"id": "{}", "prompt": " "}',
+        b'{"id": "{}", "prompt": 7}',
+        b'{"id": "{}", "prompt": "reject this"}',
+        b'{"id": "{}", "prompt": "p", "sampling": {"temperature": "hot"}}',
+        b'{"id": "{}", "prompt": "p", "sampling": {"json_schema": "no schema"}}',
+        b'{"id": "{}", "prompt": "\xff"}',
+        b'{"id": "good-3", "prompt": "another of that name"}',
+        b'["{}", "prompt"]',
+        b'{"id": "{}", "prompt": {"a": [{"b": [1, {"c": null}]}]}}',
+    ]
+    return [
+        kind.replace(b"{}", b"bad-%d-%d" % (number, copy)) for number, kind in enumerate(kinds) for copy in range(3)
+    ]
+
+
+def mixed_input(path: Path) -> Path:
+    good = [json.dumps({"id": f"good-{index}", "prompt": f"good {index}"}).encode() for index in range(270)]
+    lines: list[bytes] = []
+    for place, bad in enumerate(bad_rows()):
+        lines += [*good[place * 9 : place * 9 + 9], bad]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+def test_thirty_bad_rows_of_ten_kinds_are_named_and_270_are_answered(tmp_path: Path) -> None:
+    summary, written = run(mixed_input(tmp_path / "in.jsonl"), tmp_path / "out", batch_size=8)
+
+    assert (summary["rows"], summary["answered"], summary["failed"]) == (300, 270, 30)
+    assert summary["errors_by_kind"] == {
+        "DuplicateId": 3, "InvalidPrompt": 12, "InvalidSampling": 6, "RequestError": 3, "UnreadableRow": 6,
+    }  # fmt: skip
+    good = {row["id"]: row["generated_text"] for row in written if row["error"] is None}
+    assert good == {f"good-{index}": f"GOOD {index}" for index in range(270)}
+    errors = [json.loads(line) for line in (tmp_path / "out" / "errors.jsonl").read_text().splitlines()]
+    assert len({row["row_id"] for row in errors}) == 30
+    assert {row["row_id"] for row in errors} == {row["row_id"] for row in written if row["error"] is not None}
+    assert all(len(row["error"]) > 30 for row in errors)
+
+
+def test_a_job_that_is_to_fail_at_an_error_names_the_row_and_keeps_the_others(tmp_path: Path) -> None:
+    source = mixed_input(tmp_path / "in.jsonl")
+    with pytest.raises(EngineError, match=r"row row_id='in\.jsonl:0000000\d\d'(, id='[a-z0-9-]+')? failed: \w+: "):
+        run(source, tmp_path / "out", batch_size=8, on_error="fail")
+    assert all(row["error"] is None for row in read_output(tmp_path / "out"))
+    assert not (tmp_path / "out" / "summary.json").exists()
+
+    with pytest.raises(EngineError, match=r"rows failed, more than max_error_rate=0\.05"):
+        run(source, tmp_path / "out", batch_size=8, max_error_rate=0.05)
+    summary, written = run(source, tmp_path / "out", batch_size=8, max_error_rate=0.2)
+    assert len({row["row_id"] for row in written}) == len(written) == 300
+    assert summary["failed"] == 30
+
+
+class Mended(FakeEngine):
+    """Takes what FakeEngine rejects."""
+
+    async def generate(self, prompt: Any, params: Any, request_id: str | None = None) -> Any:
+        return await super().generate(prompt.replace("reject", "accept"), params, request_id)
+
+
+def test_failed_rows_are_run_again_when_asked_and_replaced(tmp_path: Path) -> None:
+    rows = [{"id": index, "prompt": f"reject {index}" if index % 7 == 3 else f"row {index}"} for index in range(50)]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    output = tmp_path / "out"
+    first, _ = run(source, output, batch_size=4)
+    assert first["failed"] == 7
+    same, _ = run(source, output, batch_size=4)
+    assert (same["failed"], same["rows_now"]) == (7, 0)
+
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    config = JobConfig(input=str(source), output=str(output), batch_size=4, retry_errors=True)
+    summary = run_job(config, Mended, Console(quiet=True))
+
+    assert (summary["rows"], summary["failed"], summary["rows_now"]) == (50, 0, 7)
+    written = read_output(output)
+    assert sorted(row["id"] for row in written) == list(range(50))
+    assert {row["id"]: row["generated_text"] for row in written}[3] == "ACCEPT 3"
+    assert not (output / "errors.jsonl").exists()
+
+
+def test_an_openai_batch_file_is_answered_in_its_own_format(tmp_path: Path) -> None:
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+
+    def line(custom_id: str, body: dict[str, Any], url: str = "/v1/chat/completions") -> dict[str, Any]:
+        return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "m", **body}}
+
+    def chat(text: str) -> list[dict[str, str]]:
+        return [{"role": "system", "content": "s"}, {"role": "user", "content": text}]
+
+    rows: list[Any] = [line(f"c{index}", {"messages": chat(f"hello {index}")}) for index in range(20)]
+    rows += [
+        line("text", {"prompt": "some text here", "max_tokens": 2}, "/v1/completions"),
+        line("three", {"messages": chat("many"), "n": 3, "temperature": 1, "max_completion_tokens": 9}),
+        line("parts", {"messages": [{"role": "user", "content": [{"type": "text", "text": "in parts"}]}]}),
+        line("c3", {"messages": chat("the same id")}),
+        line("where", {"messages": chat("x")}, "/v1/embeddings"),
+        line("heat", {"messages": chat("x"), "temperature": "hot"}),
+        line("unknown", {"messages": chat("x"), "heat": 1}),
+        line("rejected", {"messages": chat("reject")}),
+        line("stream", {"messages": chat("x"), "stream": True}),
+        "{broken",
+    ]
+    source = write_jsonl(tmp_path / "batch.jsonl", rows)
+
+    summary, _ = run(source, tmp_path / "out", batch_size=4)
+
+    assert (summary["answered"], summary["failed"]) == (23, 7)
+    results = [json.loads(text) for text in (tmp_path / "out" / "output.jsonl").read_text().splitlines()]
+    answers: dict[str, Any] = {}
+    for result in results:
+        assert set(result) == {"id", "custom_id", "response", "error"}
+        assert (result["error"], result["response"]["status_code"]) == (None, 200)
+        kind = Completion if result["custom_id"] == "text" else ChatCompletion
+        answers[result["custom_id"]] = kind.model_validate(result["response"]["body"], strict=True)
+    assert len({result["id"] for result in results}) == len(answers) == 23
+    assert answers["c7"].choices[0].message.content == "HELLO 7"
+    assert answers["c7"].choices[0].message.role == "assistant"
+    assert answers["c7"].model == "m"
+    assert answers["c7"].usage.total_tokens == answers["c7"].usage.prompt_tokens + 2
+    assert answers["text"].choices[0].text == "SOME TEXT"
+    assert [choice.index for choice in answers["three"].choices] == [0, 1, 2]
+    assert answers["parts"].choices[0].message.content == "IN PARTS"
+    errors = [json.loads(text) for text in (tmp_path / "out" / "errors.jsonl").read_text().splitlines()]
+    assert sorted(str(error["custom_id"]) for error in errors) == [
+        "None", "c3", "heat", "rejected", "stream", "unknown", "where",
+    ]  # fmt: skip
+    assert {error["error"]["code"] for error in errors} == {
+        "DuplicateId", "InvalidPrompt", "InvalidSampling", "RequestError", "UnreadableRow",
+    }  # fmt: skip
+    assert all(error["response"] is None and error["error"]["message"] for error in errors)
+
+
+def test_samples_equal_rows_and_jsonl_by_url(tmp_path: Path) -> None:
+    rows = [{"id": index, "prompt": f"row {index % 5}", "note": index if index % 2 else "even"} for index in range(40)]
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
+    settings: dict[str, Any] = {"batch_size": 4, "dedupe": True, "group_prefixes": True, "temperature": 1.0, "n": 2}
+    config = JobConfig(
+        input=f"file://{source}",
+        output=f"file://{tmp_path}/out",
+        output_format="jsonl",
+        engine={"max_batch_size": 4},
+        **settings,
+    )
+    summary = run_job(config, FakeEngine, Console(quiet=True))
+
+    written = [
+        json.loads(line) for file in (tmp_path / "out").glob("part-*.jsonl") for line in file.read_text().splitlines()
+    ]
+    assert sorted(row["id"] for row in written) == list(range(40))
+    assert all(row["generated_text"] == [f"ROW {row['id'] % 5}"] * 2 for row in written)
+    assert all(row["note"] == (row["id"] if row["id"] % 2 else "even") for row in written)
+    assert sum(actor["requests_finished"] for actor in summary["actors"]) == 10
+
+
+def test_a_dry_run_shows_the_prompt_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = save_tiny_model(tmp_path / "model", qwen3())
+    source = write_jsonl(tmp_path / "in.jsonl", [{"id": 1, "word": None}, {"id": 2, "word": "t5 t6"}])
+    monkeypatch.setattr("cast_ray.pool.pool.EnginePool.__init__", lambda *_: pytest.fail("engines were started"))
+    console = Console(file=io.StringIO(), width=120)
+    config = JobConfig(
+        input=str(source),
+        output=str(tmp_path / "out"),
+        dry_run=True,
+        template="t3 {{ word }}",
+        chat=False,
+        engine={"target": str(target)},
+    )
+
+    plan = run_job(config, console=console)
+
+    assert (plan["rows"], plan["left_to_do"], plan["first_row"], plan["prompt"]) == (2, 2, "2", "t3 t5 t6")
+    assert plan["prompt_tokens"] == 3
+    assert "Prompt of row 2 (3 tokens):\nt3 t5 t6" in console.file.getvalue()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_pipeline_answers_any_dataset_between_pre_and_postprocess() -> None:

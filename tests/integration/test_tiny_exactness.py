@@ -38,7 +38,7 @@ FAMILIES: dict[str, Any] = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
 }
-POLICIES = ("ar", "chain", "fixed:7", "fixed:31", "deployment")
+POLICIES = ("ar", "chain", "fixed:7", "fixed:31", "deployment", "round", "joint")
 
 
 def prompts_of(count: int, seed: int = 3) -> list[list[int]]:
@@ -57,6 +57,8 @@ def engine_for(folder: Path, drafter: Path, width: str, **changes: Any) -> Engin
         "max_batch_size": 5,
         "max_step_tokens": 24,
         "probe_seconds": 1.0,
+        # A random drafter is to go on drafting.
+        "watch_drafter": False,
         "profile_dir": folder / "profiles",
     }
     return Engine(EngineConfig(**{**settings, **changes}))

@@ -1,7 +1,8 @@
 """Attention by PyTorch's scaled_dot_product_attention: any device, any dtype; the reference for other backends.
 
-Grouped heads are folded into the query rows, so keys and values are read once and never repeated. Each group is one
-padded call; a request whose pages are consecutive is read in place, others are gathered.
+Grouped heads are folded into the query rows, so keys and values are read once and never repeated. Each part of the
+batch (see `parts`) is one dense call: over the pool itself where a request's pages follow each other, else over keys
+and values gathered into a buffer that all layers share.
 """
 
 from __future__ import annotations
@@ -12,27 +13,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cast_ray.models.attention.base import Group, Layer, causal_mask
-from cast_ray.models.kv_cache import KVCache, slots_of
+from cast_ray.models.attention.base import Group, Layer
+from cast_ray.models.attention.parts import Part, cut
+from cast_ray.models.kv_cache import KVCache
 
-
-@dataclass
-class _GroupPlan:
-    """Key places and masks of one group; masks are made when a layer first asks for their kind."""
-
-    group: Group
-    queries: int  # Q, the padded number of new tokens
-    keys: int  # K, the padded number of keys
-    run_start: int | None  # first slot where the keys are consecutive
-    key_slots: Tensor | None  # [b * K] int64 where they are not
-    padding: Tensor | None  # [b, Q] int64 rows of the group, where segments differ in length
-    masks: dict[tuple[bool, int | None, int], Tensor] = field(default_factory=dict)
+# On a CPU, the gathered keys and values of one part should fit its last-level cache with room to spare.
+PART_BYTES = 4 << 20
 
 
 @dataclass
 class _Plan:
-    groups: list[_GroupPlan]
+    """parts: in the order of `order`'s rows. order: for a number of query heads, see `_Order`."""
+
+    parts: list[Part]
     cache: KVCache
+    order: dict[int, _Order] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Between rows of the flattened batch and rows of the parts, both viewed as `[n, dim]`.
+
+    into: int64 query rows of all parts; back: `[T * heads]` int64, where each query's output lies among the parts'.
+    rows: how many of `into` each part has.
+    """
+
+    into: Tensor
+    back: Tensor
+    rows: list[int]
 
 
 class SdpaBackend:
@@ -40,116 +48,85 @@ class SdpaBackend:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
+        self._buffer = torch.empty(0)
 
     def plan(self, groups: list[Group], cache: KVCache) -> _Plan:
-        return _Plan([self._plan_group(group) for group in groups], cache)
+        data = cache.data
+        most = None
+        if data.device.type == "cpu":
+            most = PART_BYTES // (2 * data.shape[3] * data.shape[4] * data.element_size())
+        return _Plan([part for group in groups for part in cut(group, self.page_size, most)], cache)
 
     def run(self, plan: _Plan, queries: Tensor, layer: Layer) -> Tensor:
-        outputs = [self._run_group(group, plan.cache, queries, layer) for group in plan.groups]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def _plan_group(self, group: Group) -> _GroupPlan:
-        device = group.tables.device
-        queries = max(group.lengths)
-        keys = max(c + n for c, n in zip(group.contexts, group.lengths, strict=True))
-        padding = None
-        if min(group.lengths) < queries:
-            lengths = torch.tensor(group.lengths, device=device)
-            starts = lengths.cumsum(0) - lengths
-            columns = torch.arange(queries, device=device)
-            padding = starts[:, None] + torch.minimum(columns[None], lengths[:, None] - 1)
-        if len(group.lengths) == 1:
-            pages = -(-keys // self.page_size)
-            table = group.tables[0, :pages]
-            if bool((table[1:] == table[:-1] + 1).all()):
-                return _GroupPlan(group, queries, keys, int(table[0]) * self.page_size, None, padding)
-        # Padding repeats a request's own last key: masked, but it must not be another's, nor memory never written.
-        last = torch.tensor(group.contexts, device=device) + torch.tensor(group.lengths, device=device) - 1
-        index = torch.minimum(torch.arange(keys, device=device)[None], last[:, None])
-        key_slots = slots_of(group.tables, index, self.page_size).reshape(-1)
-        return _GroupPlan(group, queries, keys, None, key_slots, padding)
-
-    def _run_group(self, plan: _GroupPlan, cache: KVCache, queries: Tensor, layer: Layer) -> Tensor:
-        group = plan.group
-        b, q = len(group.lengths), plan.queries
-        rows = queries[group.start : group.start + group.rows]
-        heads, dim = rows.shape[1:]
-        padded = rows if plan.padding is None else rows[plan.padding.reshape(-1)]
-        keys, values = self._read(plan, cache, layer.index)
-        kv_heads = keys.shape[2]
+        heads, dim = queries.shape[1:]
+        kv_heads = plan.cache.data.shape[3]
+        if heads not in plan.order:
+            plan.order[heads] = _order(plan.parts, queries.shape[0], heads, kv_heads)
+        order = plan.order[heads]
+        laid_out = queries.reshape(-1, dim).index_select(0, order.into)
         fold = heads // kv_heads
-        # [b, q, kv_heads, fold, dim] -> [b, kv_heads, fold * q, dim]: every head of a group is one more query row.
-        folded = padded.view(b, q, kv_heads, fold, dim).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, fold * q, dim)
-        mask = self._mask(plan, layer, fold, rows.dtype)
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        outputs = [
+            self._run_part(part, plan.cache, rows.view(part.batch, kv_heads, -1, dim), layer, fold)
+            for part, rows in zip(plan.parts, laid_out.split(order.rows), strict=True)
+        ]
+        flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return flat.index_select(0, order.back).view(-1, heads, dim)
+
+    def _run_part(self, part: Part, cache: KVCache, queries: Tensor, layer: Layer, fold: int) -> Tensor:
+        """queries `[b, kv_heads, rows, dim]` -> `[b * kv_heads * rows, dim]`."""
+        keys, values = self._read(part, cache, layer.index)
+        mask = part.mask(layer.causal, layer.window, fold, queries.dtype)
         if layer.softcap is None and layer.sinks is None:
-            out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=layer.scaling)
+            out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scaling)
         else:
-            out = _attend_explicitly(folded, keys, values, mask, layer, q)
-        out = out.view(b, kv_heads, fold, q, dim).permute(0, 3, 1, 2, 4).reshape(b * q, heads, dim)
-        if plan.padding is None:
-            return out
-        real = torch.arange(q, device=out.device)[None] < torch.tensor(group.lengths, device=out.device)[:, None]
-        return out[real.reshape(-1)]
+            out = _attend_explicitly(queries, keys, values, mask, layer, part.queries)
+        return out.reshape(-1, out.shape[-1])
 
-    def _read(self, plan: _GroupPlan, cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values `[b, K, kv_heads, dim]`."""
-        data, b = cache.data[layer], len(plan.group.lengths)
-        if plan.key_slots is None:
-            assert plan.run_start is not None
-            run = data[:, plan.run_start : plan.run_start + plan.keys]
-            return run[0][None], run[1][None]
-        gathered = data.index_select(1, plan.key_slots).view(2, b, plan.keys, *data.shape[2:])
-        return gathered[0], gathered[1]
+    def _read(self, part: Part, cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[b, kv_heads, K, dim]`, views of the pool or of the buffer."""
+        data = cache.data[layer]
+        if part.key_slots is None:
+            assert part.run_start is not None
+            found = data[:, part.run_start : part.run_start + part.keys]
+        else:
+            shape = (2, part.key_slots.shape[0], *data.shape[2:])
+            found = torch.index_select(data, 1, part.key_slots, out=self._room(shape, data))
+        return found.view(2, part.batch, part.keys, *data.shape[2:]).transpose(2, 3).unbind(0)  # type: ignore[return-value]
 
-    def _mask(self, plan: _GroupPlan, layer: Layer, fold: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask `[b, 1, fold * Q, K]`, made once a forward for each kind of layer."""
-        kind = (layer.causal, layer.window, fold)
-        if kind not in plan.masks:
-            visible = visible_keys(plan.group, plan.queries, plan.keys, layer.causal, layer.window)
-            zero = torch.zeros((), dtype=dtype, device=visible.device)
-            plan.masks[kind] = torch.where(visible, zero, float("-inf")).repeat(1, fold, 1)[:, None]
-        return plan.masks[kind]
+    def _room(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """A tensor of this shape in the buffer: fresh memory for every layer would cost more than the copy."""
+        count = torch.Size(shape).numel()
+        if self._buffer.numel() < count or self._buffer.dtype != like.dtype or self._buffer.device != like.device:
+            with torch.inference_mode(False):  # so that it can be written to inside inference mode and outside
+                self._buffer = torch.empty(count, dtype=like.dtype, device=like.device)
+        return self._buffer[:count].view(shape)
 
 
-def visible_keys(group: Group, queries: int, keys: int, causal: bool, window: int | None) -> Tensor:
-    """`[b, queries, keys]` bool: which key each new token of the group sees. Rows of padding see something."""
-    device = group.tables.device
-    contexts = torch.tensor(group.contexts, device=device)[:, None]
-    lengths = torch.tensor(group.lengths, device=device)[:, None]
-    index = torch.arange(keys, device=device)[None]
-    own = index - contexts  # [b, keys]: index among the segment's new tokens, negative in the cached context
-    inside = (own >= 0) & (own < lengths)
-    own = own.clamp(0, queries - 1)
-    b = len(group.lengths)
-    mask = group.mask
-    if mask is None:
-        square = (
-            causal_mask(queries, device) if causal else torch.ones(queries, queries, dtype=torch.bool, device=device)
-        )
-        mask = square.expand(b, queries, queries)
-    new = mask.gather(2, own[:, None].expand(b, queries, keys)) & inside[:, None]
-    visible = new | (index < contexts)[:, None]
-    if window is not None:
-        key_positions = torch.where(index < contexts, index, group.positions.gather(1, own))
-        distance = group.positions[:, :, None] - key_positions[:, None]
-        near = distance < window
-        if group.mask is None and not causal:
-            near &= distance > -window
-        visible &= near
-    return visible
+def _order(parts: list[Part], tokens: int, heads: int, kv_heads: int) -> _Order:
+    indices, reals = zip(*(part.query_index(heads, kv_heads) for part in parts), strict=True)
+    into, real = torch.cat(indices), torch.cat(reals)
+    back = torch.empty(tokens * heads, dtype=torch.int64, device=into.device)
+    back[into[real]] = real.nonzero()[:, 0]
+    return _Order(into, back, [index.shape[0] for index in indices])
 
 
-def _attend_explicitly(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, layer: Layer, q: int) -> Tensor:
-    """Scores written out, for the layers that SDPA has no argument for: soft caps and attention sinks."""
+def _attend_explicitly(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, layer: Layer, q: int
+) -> Tensor:
+    """Scores written out, for the layers that SDPA has no argument for: soft caps and attention sinks.
+
+    q: new tokens of a request; rows count the heads of a key head first, then its tokens.
+    """
     scores = torch.matmul(queries, keys.transpose(-1, -2)) * layer.scaling
     if layer.softcap is not None:
         scores = torch.tanh(scores / layer.softcap) * layer.softcap
-    scores = scores + mask
+    if mask is not None:
+        scores = scores + mask
     if layer.sinks is None:
         return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype), values)
     b, kv_heads, rows = scores.shape[:3]
-    sinks = layer.sinks.view(1, kv_heads, -1, 1).expand(b, kv_heads, rows // q, q).reshape(b, kv_heads, rows, 1)
+    sinks = layer.sinks.view(kv_heads, -1).repeat_interleave(q, dim=1)
+    sinks = F.pad(sinks, (0, rows - sinks.shape[1])).expand(b, -1, -1)[..., None]
     scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :-1].to(values.dtype)
     return torch.matmul(weights, values)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from cast_ray import cli
-from cast_ray.batch.driver import JobConfig
+from cast_ray.batch import driver
+from cast_ray.batch.job import JobConfig
 from cast_ray.errors import EngineError
+from cast_ray.stats import report
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -29,7 +31,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("in.jsonl", '{"question": "why"}\n', (), "none of them is messages, prompt or text"),
         ("in.jsonl", '{"question": "why"}\n', ("--prompt-column", "ask"), "Columns there: question"),
         ("in.jsonl", "", (), "has no rows"),
-        ("in.txt", "why\n", (), "unknown extension '.txt'"),
+        ("in.doc", "why\n", (), "unknown extension '.doc'"),
         ("in.jsonl", '{"prompt": "why", "error": 1}\n', (), "['error']: is also written by the job"),
         ("in.jsonl", '{"prompt": "why"}\n', ("--max-tokens", "0"), "max_tokens=0"),
         ("in.jsonl", '{"prompt": "why"}\n', ("--temperature", "inf"), "error: temperature=inf: must be 0 (greedy) or"),
@@ -59,12 +61,53 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 def test_what_was_not_said_keeps_its_default_and_what_was_said_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[JobConfig] = []
-    monkeypatch.setattr(cli, "run_job", configs.append)
-    monkeypatch.setattr(cli, "render", lambda summary: "the report")
+
+    def keep(config: JobConfig) -> dict[str, Any]:
+        configs.append(config)
+        return {"projected_s": None}
+
+    monkeypatch.setattr(driver, "run_job", keep)
+    monkeypatch.setattr(report, "render", lambda summary: "the report")
     assert run(monkeypatch, "generate") == 0
     assert run(monkeypatch, "generate", "--width", "chain", "--replicas", "2", "--temperature", "0.5") == 0
     assert configs[0] == JobConfig()
     assert configs[1] == JobConfig(engine={"width": "chain"}, pool={"replicas": 2}, temperature=0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        (("--choices", "yes, no", "--choice-probabilities"), {"choices": ["yes", "no"], "choice_probabilities": True}),
+        (("--choices", '["a, b", "c"]'), {"choices": ["a, b", "c"]}),
+        (("--sampling", "top_p=0.9,top_k=40"), {"sampling": {"top_p": 0.9, "top_k": 40}}),
+        (("--sampling", "{stop: [END]}"), {"sampling": {"stop": ["END"]}}),
+        (("--chat-template-kwargs", "{enable_thinking: false}"), {"chat_template_kwargs": {"enable_thinking": False}}),
+        (("--set", "engine.threads=2", "--set", "pool.row_attempts=1", "--set", "batch_size=4"),
+         {"engine": {"threads": 2}, "pool": {"row_attempts": 1}, "batch_size": 4}),
+        (("--template", "Label: {{ text }}", "--system", "Be brief.", "--no-chat"), None),
+        (("--no-chat", "--regex", "[0-9]+"), {"chat": False, "regex": "[0-9]+"}),
+    ],
+)  # fmt: skip
+def test_flags_become_the_settings_they_name(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], settings: dict[str, Any] | None
+) -> None:
+    configs: list[JobConfig] = []
+    monkeypatch.setattr(driver, "run_job", lambda config: configs.append(config) or {"projected_s": None})
+    monkeypatch.setattr(report, "render", lambda summary: "the report")
+    code = run(monkeypatch, "generate", *arguments)
+    if settings is None:
+        assert code == 2  # a system message needs a chat
+    else:
+        assert configs == [JobConfig(**settings)]
+
+
+def test_a_pilot_ends_with_the_projected_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(driver, "run_job", lambda config: {"projected_s": 7384.0, "rows_left": 900})
+    monkeypatch.setattr(report, "render", lambda summary: "the report")
+    assert run(monkeypatch, "generate", "--limit", "10") == 0
+    assert "900 rows are left: about 2 h 3 min at this rate" in capsys.readouterr().out
 
 
 def test_a_failure_while_running_is_exit_code_1(
@@ -73,7 +116,7 @@ def test_a_failure_while_running_is_exit_code_1(
     def fail(_: Any) -> None:
         raise EngineError("no engine is left\n(why)")
 
-    monkeypatch.setattr(cli, "run_job", fail)
+    monkeypatch.setattr(driver, "run_job", fail)
     assert run(monkeypatch, "generate") == 1
     assert capsys.readouterr().err == "error: no engine is left (why)\n"
 

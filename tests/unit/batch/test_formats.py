@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import pytest
 
 from cast_ray.batch import text_formats
 from cast_ray.batch.columns import READ_ERROR_COLUMN
-from cast_ray.batch.formats import InputPlan, find_files, plan_input
-from cast_ray.batch.source import read_schema, read_tables
+from cast_ray.batch.find import find_files
+from cast_ray.batch.formats import InputPlan, plan_input
+from cast_ray.batch.names import digests
+from cast_ray.batch.source import Reading, read_tables
+from cast_ray.batch.storage import Storage
 from cast_ray.errors import InputError
 
 
 def read(plan: InputPlan) -> list[dict[str, Any]]:
     """All rows of a plan, every table checked against the schema that was promised."""
     rows: list[dict[str, Any]] = []
+    reading = Reading.of(plan)
     for piece in plan.pieces:
-        tables = list(read_tables(piece, plan.format, plan.schema, plan.json_columns, plan.make_row_id))
-        assert all(table.schema.equals(read_schema(plan)) for table in tables)
+        tables = list(read_tables(reading, piece))
+        assert all(table.schema.equals(reading.output_schema) for table in tables)
         assert sum(len(table) for table in tables) == piece.rows
         rows += [row for table in tables for row in table.to_pylist()]
     assert len(rows) == plan.rows
@@ -36,11 +42,19 @@ def write(path: Path, *lines: Any) -> Path:
     return path
 
 
+def zstd(data: bytes) -> bytes:
+    return bytes(pa.Codec("zstd").compress(data, asbytes=True))
+
+
+def names(path: Path) -> list[str]:
+    return [file.name for file in find_files(Storage.of("input", str(path)))]
+
+
 def test_a_folder_is_searched_for_readable_files_in_order(tmp_path: Path) -> None:
     for name in ("b/2.jsonl", "a.jsonl", "_meta.jsonl", ".hidden/x.jsonl", "notes.md"):
         write(tmp_path / name, {"prompt": name})
-    assert [name for _, name in find_files(str(tmp_path))] == ["a.jsonl", "b/2.jsonl"]
-    assert [name for _, name in find_files(str(tmp_path / "**" / "*.jsonl"))] == ["_meta.jsonl", "a.jsonl", "b/2.jsonl"]
+    assert names(tmp_path) == ["a.jsonl", "b/2.jsonl"]
+    assert names(tmp_path / "**" / "*.jsonl") == ["_meta.jsonl", "a.jsonl", "b/2.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -48,9 +62,10 @@ def test_a_folder_is_searched_for_readable_files_in_order(tmp_path: Path) -> Non
     [
         ((), "none.jsonl", "does not exist"),
         ((), "*.jsonl", "matches no file"),
-        (("a.txt",), "a.txt", r"has the unknown extension '\.txt'"),
+        (("a.doc",), "a.doc", r"has the unknown extension '\.doc'"),
+        (("a.parquet.gz",), "a.parquet.gz", r"has the unknown extension '\.gz'"),
         (("README",), "README", "has no extension"),
-        (("a.txt",), "", r"holds no readable file\. Readable are \.parquet, \.jsonl and \.csv"),
+        (("a.doc",), "", r"holds no readable file\. Readable are \.parquet, \.arrow, \.jsonl, \.csv and \.txt"),
         (("a.csv", "a.jsonl"), "", "holds csv and jsonl files"),
         (("a.parquet",), "a.parquet", "is not a readable Parquet file"),
     ],
@@ -178,9 +193,9 @@ def test_csv_keeps_text_as_it_is_and_marks_bad_records(tmp_path: Path, monkeypat
     assert [row["id"] for row in rows] == ["1", None, None, None, "5"]
     assert [row[READ_ERROR_COLUMN] for row in rows] == [
         None,
-        "record 2 has 4 fields where the header has 3. Mend or remove it",
-        "record 3 is not UTF-8. Mend or remove it",
-        "record 4 has 2 fields where the header has 3. Mend or remove it",
+        "UnreadableRow: record 2 has 4 fields where the header has 3. Mend or remove it",
+        "UnreadableRow: record 3 is not UTF-8. Mend or remove it",
+        "UnreadableRow: record 4 has 2 fields where the header has 3. Mend or remove it",
         None,
     ]
     assert [row["row_id"] for row in rows] == [f"in.csv:{number:09d}" for number in range(1, 6)]
@@ -208,14 +223,23 @@ def test_parquet_is_read_by_row_groups_with_row_numbers(tmp_path: Path) -> None:
     assert [row["row_id"] for row in rows] == [f"in.parquet:{number:09d}" for number in range(1, 26)]
 
 
-def test_parquet_files_of_one_family_are_joined_and_others_are_refused(tmp_path: Path) -> None:
+def test_parquet_files_of_one_family_are_joined(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": pa.array([1], pa.int32()), "prompt": ["a"]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"prompt": ["b"], "id": pa.array([2], pa.int64()), "new": [1.5]}), tmp_path / "b.parquet")
     plan = plan_input(tmp_path)
-    assert read(plan) == [{"id": 1, "prompt": "a", "new": None}, {"id": 2, "prompt": "b", "new": 1.5}]
-    pq.write_table(pa.table({"id": ["3"], "prompt": ["c"]}), tmp_path / "c.parquet")
-    with pytest.raises(InputError, match=r"c\.parquet': has column id as string, and files before it as int64"):
-        plan_input(tmp_path)
+    shared = {READ_ERROR_COLUMN: None}
+    assert read(plan) == [
+        {"id": 1, "prompt": "a", "new": None, **shared},
+        {"id": 2, "prompt": "b", "new": 1.5, **shared},
+    ]
+
+
+def test_columns_that_differ_from_file_to_file_are_kept_as_json_text(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"label": pa.array([1], pa.int32()), "prompt": ["a"]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"label": ["one"], "prompt": ["b"]}), tmp_path / "b.parquet")
+    plan = plan_input(tmp_path)
+    assert plan.json_columns == {"label"}
+    assert [row["label"] for row in read(plan)] == ["1", '"one"']
 
 
 @pytest.mark.parametrize(
@@ -253,3 +277,100 @@ def test_row_ids_of_the_input_that_repeat_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", {"row_id": 1, "prompt": "a"}, {"row_id": 1, "prompt": "b"})
     with pytest.raises(InputError, match="column='row_id': is null or the same in several rows"):
         plan_input(path)
+
+
+def test_ids_that_mostly_name_rows_make_errors_of_those_that_repeat(tmp_path: Path) -> None:
+    rows: list[Any] = [{"id": f"r{index}", "prompt": "p"} for index in range(40)]
+    rows[7]["id"] = rows[30]["id"] = "r3"
+    rows[9]["id"] = None
+    plan = plan_input(write(tmp_path / "in.jsonl", *rows, b"[1]"))
+    found = read(plan)
+    assert plan.make_row_id
+    assert plan.user_column == "id"
+    errors = {place: row[READ_ERROR_COLUMN] for place, row in enumerate(found) if row[READ_ERROR_COLUMN]}
+    assert set(errors) == {7, 30, 40}
+    assert errors[7] == errors[30] == "DuplicateId: id='r3' names an earlier row too. Make it unique"
+
+
+def test_a_column_asked_for_as_the_id_makes_errors_of_all_repeats(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", *({"key": key, "prompt": "p"} for key in "aabb"))
+    errors = [row[READ_ERROR_COLUMN] is not None for row in read(plan_input(path, "key"))]
+    assert errors == [False, True, False, True]
+    with pytest.raises(InputError, match=r"id_column='nope': is no column of the input\. Columns there: key, prompt"):
+        plan_input(path, "nope")
+
+
+def test_ids_of_mixed_types_stay_readable(tmp_path: Path) -> None:
+    plan = plan_input(write(tmp_path / "in.jsonl", {"id": "a", "prompt": "p"}, {"id": 5, "prompt": "p"}))
+    assert [row["id"] for row in read(plan)] == ["a", "5"]
+
+
+@pytest.mark.parametrize("packing", ["gzip", "zstd"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "txt"])
+def test_packed_files_hold_what_plain_ones_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, packing: str
+) -> None:
+    monkeypatch.setattr(text_formats, "PIECE_ROWS", 10)
+    lines = [f"row {index}" for index in range(25)]
+    if kind == "jsonl":
+        data = "".join(json.dumps({"text": line}) + "\n" for line in lines).encode()
+    else:
+        data = ("text\n" * (kind == "csv") + "".join(f"{line}\n" for line in lines)).encode()
+    half = data.index(b"\n", len(data) // 2) + 1
+    with pa.OSFile(str(tmp_path / f"in.{kind}{'.gz' if packing == 'gzip' else '.zst'}"), "wb") as file:
+        for part in (data[:half], data[half:]):  # packed files may be joined end to end
+            file.write(gzip.compress(part) if packing == "gzip" else zstd(part))
+    plan = plan_input(tmp_path)
+    assert [row["text"] for row in read(plan)] == lines
+    assert len(plan.pieces) == 1
+    assert [row["text"] for row in read(plan.first(12))] == lines[:12]
+
+
+def test_a_text_file_is_one_prompt_a_line(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_bytes(b"first\r\n\n  \nsecond\n\xff\nlast")
+    rows = read(plan_input(tmp_path / "in.txt"))
+    assert [row["text"] for row in rows] == ["first", "second", None, "last"]
+    assert [row["row_id"] for row in rows] == [f"in.txt:{line:09d}" for line in (1, 4, 5, 6)]
+    assert "line 5 is not UTF-8" in rows[2][READ_ERROR_COLUMN]
+
+
+@pytest.mark.parametrize("container", ["stream", "file"])
+def test_a_saved_hugging_face_dataset_is_read_without_its_caches(tmp_path: Path, container: str) -> None:
+    folder = tmp_path / "saved" / "train"
+    folder.mkdir(parents=True)
+    table = pa.table({"text": [f"t{index}" for index in range(30)]})
+    open_writer = pa.ipc.new_stream if container == "stream" else pa.ipc.new_file
+    for name in ("data-00000-of-00001.arrow", "cache-1234.arrow"):
+        with open_writer(str(folder / name), table.schema) as writer:
+            writer.write_table(table, max_chunksize=10)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (folder / "dataset_info.json").write_text("{}")
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    rows = read(plan_input(tmp_path / "saved"))
+    assert [row["text"] for row in rows] == table["text"].to_pylist()
+    assert rows[0]["row_id"] == "train/data-00000-of-00001.arrow:000000001"
+
+
+def test_rows_that_are_done_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_formats, "PIECE_ROWS", 4)
+    plan = plan_input(write(tmp_path / "in.jsonl", *({"id": index, "prompt": "p"} for index in range(10))))
+    done = digests([0, 3, 4, 5, 6, 7, 9])
+    done.sort()
+    tables = [table for piece in plan.pieces for table in read_tables(Reading.of(plan), piece, done)]
+    assert [row["id"] for table in tables for row in table.to_pylist()] == [1, 2, 8]
+
+
+def test_any_file_system_of_pyarrow_can_be_read(tmp_path: Path) -> None:
+    for part in "ab":
+        write(tmp_path / "deep" / f"{part}.jsonl", {"id": part, "prompt": "p"})
+    subtree = pafs.SubTreeFileSystem(str(tmp_path), pafs.LocalFileSystem())
+    for path in ("deep", "deep/*.jsonl", "*/[ab].jsonl"):
+        plan = plan_input(Storage(subtree, path, f"test://{path}"))
+        assert [row["id"] for row in read(plan)] == ["a", "b"]
+    plan = plan_input(f"file://{tmp_path}/deep/a.jsonl")
+    assert [row["id"] for row in read(plan)] == ["a"]
+
+
+def test_a_url_of_no_known_kind_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"input='foo://a/b': is no URL that can be read .* Known are local paths"):
+        plan_input("foo://a/b")

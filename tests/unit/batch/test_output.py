@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
 from cast_ray.batch.columns import append_outputs
 from cast_ray.batch.driver import SAMPLE_INPUT, JobConfig, run_job
 from cast_ray.batch.formats import plan_input
-from cast_ray.batch.output import begin_output, check_complete, check_output, count_output
+from cast_ray.batch.lock import only_job
+from cast_ray.batch.manifest import Manifest
+from cast_ray.batch.output import check_complete, check_output, clear_output, count_output
+from cast_ray.batch.parts import PartFormat, Parts
+from cast_ray.batch.storage import Storage
 from cast_ray.config import load_settings
 from cast_ray.errors import ConfigError, EngineError, InputError
 from cast_ray.pool.rows import RowAnswer
@@ -29,78 +32,108 @@ ANSWERS = [
 ]
 
 
-def write_rows(output: Path, ids: tuple[str, ...] = ("a", "b", "c")) -> Path:
-    """The file of a job's three rows."""
-    file = output / f"{begin_output(output, {'demo': False})}_0-0.parquet"
-    pq.write_table(append_outputs(pa.table({"id": ids}), ANSWERS), file)
-    return file
+def place(path: Path) -> Storage:
+    return Storage.of("output", str(path))
 
 
-def test_only_a_jobs_own_files_are_replaced(tmp_path: Path) -> None:
-    first = write_rows(tmp_path / "out")
-    for name in ("summary.json", "notes.txt", "more.parquet"):
-        (tmp_path / "out" / name).write_text("{}")
-    second = write_rows(tmp_path / "out")
-    assert first.name != second.name
-    left = {file.name for file in (tmp_path / "out").iterdir()}
-    assert left == {"job.json", "notes.txt", "more.parquet", second.name}
-    assert json.loads((tmp_path / "out" / "job.json").read_text())["demo"] is False
+def parts(path: Path, kind: PartFormat = "parquet") -> Parts:
+    return Parts(place(path), kind, "id")
+
+
+def manifest(**answers: Any) -> Manifest:
+    return Manifest({"max_tokens": 5, **answers}, {"in.jsonl": "7-abc"})
+
+
+def write_rows(output: Path, ids: tuple[str, ...] = ("a", "b", "c")) -> str:
+    """The part of a job's three rows."""
+    manifest().write(place(output))
+    return parts(output).append(append_outputs(pa.table({"id": ids}), [[answer] for answer in ANSWERS]))
+
+
+def test_only_a_jobs_own_files_are_removed(tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    for name in ("summary.json", "errors.jsonl", "notes.txt"):
+        (tmp_path / name).write_text("{}")
+    clear_output(place(tmp_path), parts(tmp_path))
+    assert {file.name for file in tmp_path.iterdir()} == {"notes.txt"}
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("of_a_job", [False, True])
-def test_parquet_that_no_job_wrote_is_never_touched(tmp_path: Path, of_a_job: bool, overwrite: bool) -> None:
+@pytest.mark.parametrize(
+    ("of_a_job", "name"),
+    [(True, "mine.parquet"), (False, "mine.parquet"), (False, "part-000000.jsonl"), (False, "output.jsonl")],
+)
+def test_rows_that_no_job_wrote_are_never_touched(tmp_path: Path, of_a_job: bool, name: str, overwrite: bool) -> None:
     if of_a_job:
         write_rows(tmp_path)
-    (tmp_path / "mine.parquet").write_bytes(b"")
-    with pytest.raises(InputError, match=r"files that no job wrote, such as mine\.parquet\. Name another folder"):
-        check_output(tmp_path, (), overwrite)
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(InputError, match=rf"files of rows that no job wrote, such as {name}\. Name another folder"):
+        check_output(place(tmp_path), (), manifest(), overwrite)
 
 
-def test_an_output_that_would_harm_is_refused(tmp_path: Path) -> None:
-    file = write_rows(tmp_path / "out")
-    with pytest.raises(InputError, match="already holds output"):
-        check_output(tmp_path / "out", (), overwrite=False)
-    check_output(tmp_path / "out", (), overwrite=True)
-    for output in (tmp_path / "out", tmp_path):
+def test_only_the_same_job_goes_on_in_a_folder(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    file = output / write_rows(output)
+    check_output(place(output), (), manifest(), overwrite=False)
+    for other, difference in (
+        (manifest(max_tokens=6), r"max_tokens is 5 there and 6 here"),
+        (manifest(regex="a"), r'regex is null there and "a" here'),
+        (Manifest({"max_tokens": 5}, {"in.jsonl": "8-abc"}), "its input in.jsonl was another file, or has changed"),
+        (Manifest({"max_tokens": 5}, {}), "its input has a file in.jsonl that is not in this one"),
+        (Manifest({"max_tokens": 5}, {"in.jsonl": "7-abc", "b.jsonl": ""}), "its input lacks the file b.jsonl"),
+    ):
+        with pytest.raises(InputError, match=f"already holds output of another job: {difference}"):
+            check_output(place(output), (), other, overwrite=False)
+        check_output(place(output), (), other, overwrite=True)
+    for folder in (output, tmp_path):
         with pytest.raises(InputError, match="holds the input"):
-            check_output(output, (str(file),), overwrite=True)
+            check_output(place(folder), (str(file),), manifest(), overwrite=True)
+
+
+def test_a_job_file_that_cannot_be_read_is_not_gone_on_with(tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    (tmp_path / "job.json").write_text('{"version": 99}')
+    with pytest.raises(InputError, match="of a job that cannot be gone on with"):
+        check_output(place(tmp_path), (), manifest(), overwrite=False)
+    check_output(place(tmp_path), (), manifest(), overwrite=True)
 
 
 def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="is a file"):
-        check_output(tmp_path / "file", (), overwrite=True)
+        check_output(place(tmp_path / "file"), (), manifest(), overwrite=True)
     with pytest.raises(InputError, match=r"out': lies below .*file, which is a file\. Name a folder"):
-        check_output(tmp_path / "file" / "deep" / "out", (), overwrite=False)
+        check_output(place(tmp_path / "file" / "deep" / "out"), (), manifest(), overwrite=False)
     with pytest.raises(InputError, match="cannot be written"):
-        check_output(Path("/proc/out"), (), overwrite=False)
-    check_output(tmp_path / "deep" / "out", (), overwrite=False)
+        check_output(place(Path("/proc/out")), (), manifest(), overwrite=False)
+    check_output(place(tmp_path / "deep" / "out"), (), manifest(), overwrite=False)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_paths_that_are_not_local_are_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text('{"prompt": "why"}\n')
-    with pytest.raises(InputError, match=r"^input='s3://data/in\.jsonl': is not a local path\. Mount it, or copy it"):
-        run_job(JobConfig(input="s3://data/in.jsonl", output=str(tmp_path / "out")))
-    with pytest.raises(InputError, match=r"^output='gs://data/out': is not a local path\. Mount it"):
-        run_job(JobConfig(input=str(tmp_path / "in.jsonl"), output="gs://data/out"))
+def test_two_jobs_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    with (
+        only_job(place(tmp_path / "out")),
+        pytest.raises(InputError, match="is being written to by another job"),
+        only_job(place(tmp_path / "out")),
+    ):
+        pass
+    with only_job(place(tmp_path / "out")):
+        pass
 
 
 def test_rows_that_are_missing_or_there_twice_are_found_in_the_output(tmp_path: Path) -> None:
     write_rows(tmp_path)
-    check_complete(count_output(tmp_path, "id"), 3, nodes=1)
-    with pytest.raises(EngineError, match="the output has 3 rows where the input has 4") as raised:
-        check_complete(count_output(tmp_path, "id"), 4, nodes=1)
-    assert "storage" not in str(raised.value)
-    write_rows(tmp_path, ("a", "b", "b"))
-    with pytest.raises(EngineError, match=r"has 3 rows \(2 different\) where the input has 3.*that every node sees"):
-        check_complete(count_output(tmp_path, "id"), 3, nodes=2)
+    check_complete(count_output(parts(tmp_path), "id"), 3)
+    with pytest.raises(EngineError, match="the output has 3 rows where the input has 4"):
+        check_complete(count_output(parts(tmp_path), "id"), 4)
+    write_rows(tmp_path, ("d", "e", "e"))
+    with pytest.raises(EngineError, match=r"has 6 rows \(5 different\) where the input has 6"):
+        check_complete(count_output(parts(tmp_path), "id"), 6)
 
 
 def test_the_summary_adds_up_what_was_written(tmp_path: Path) -> None:
     write_rows(tmp_path / "out")
-    counts = count_output(tmp_path / "out", "id")
+    counts = count_output(parts(tmp_path / "out"), "id")
     actors = {
         "engine-0": {"name": "engine-0", "node": "n", "restarted": True, "engine": fake_stats(2, 12)},
         "engine-1": {"name": "engine-1", "engine": None, "cause": "ModelError: gone"},
@@ -119,7 +152,7 @@ def test_the_summary_adds_up_what_was_written(tmp_path: Path) -> None:
     assert first["state"] == "restarted"
     assert first["share"] == {"draft": 0.1, "verify": 0.7, "host": 0.05, "prefill": 0.15}
     assert first["verify_ms_at_width"] == [{"batch": 1, "context": 0, "nodes": 3, "ms_root": 10.0, "ms": 11.0}]
-    assert lost == {"name": "engine-1", "state": "lost", "cause": "ModelError: gone"}
+    assert (lost["name"], lost["state"], lost["cause"]) == ("engine-1", "lost", "ModelError: gone")
     json.dumps(summary)
 
     console = Console(width=160, file=io.StringIO())
@@ -148,7 +181,7 @@ def test_the_summary_adds_up_what_was_written(tmp_path: Path) -> None:
 def test_a_width_is_shown_as_what_it_is(tmp_path: Path, width: dict[str, Any], shown: str) -> None:
     write_rows(tmp_path)
     actor = {"name": "engine-0", "engine": {**fake_stats(2, 12), "width": width}}
-    counts = count_output(tmp_path, "id")
+    counts = count_output(parts(tmp_path), "id")
     console = Console(width=160, file=io.StringIO())
     console.print(render(summarise(vars(counts), {"engine-0": actor}, JobTimes(1.0, 4.0, 5.0), {})))
     (line,) = [line for line in console.file.getvalue().splitlines() if line.startswith("engine-0")]

@@ -10,10 +10,20 @@ import pytest
 
 from cast_ray.batch.columns import READ_ERROR_COLUMN, append_outputs, check_columns
 from cast_ray.batch.prepare import PromptColumn, find_prompt_column, read_prompt
-from cast_ray.batch.stage import StageSettings, prepare
+from cast_ray.batch.requests import RequestMaker, RequestSettings
+from cast_ray.config import BatchConfig
 from cast_ray.errors import ConfigError, InputError, RequestError
 from cast_ray.pool.rows import RowAnswer, RowRequest
 from cast_ray.request import derive_seed
+
+
+def make(table: pa.Table, id_column: str | None = "id", **settings: Any) -> tuple[pa.Table, list[Any]]:
+    """What the stage makes of a table: of each row its only request, or its error."""
+    columns = [name for name in table.column_names if name != READ_ERROR_COLUMN]
+    maker = RequestMaker(RequestSettings(BatchConfig(**settings), tuple(columns), id_column))
+    clean, made = maker.make(table)
+    return clean, [requests[0] if isinstance(requests, list) else requests for requests in made]
+
 
 TEXT = PromptColumn("prompt", "text")
 CHAT = PromptColumn("messages", "messages")
@@ -91,12 +101,11 @@ def test_a_column_of_mixed_types_is_decoded_before_it_is_judged() -> None:
 
 
 def test_a_row_that_could_not_be_read_keeps_its_own_reason() -> None:
-    table = pa.table({"prompt": ["hello", None], "id": ["a", None], READ_ERROR_COLUMN: [None, "line 2 is not JSON"]})
-    settings = StageSettings(TEXT, "id", max_tokens=5, temperature=0.0, seed=0)
-    clean, (good, bad) = prepare(table, settings)
+    table = pa.table({"prompt": ["hello", None], "id": ["a", None], READ_ERROR_COLUMN: [None, "UnreadableRow: bad"]})
+    clean, (good, bad) = make(table)
     assert clean.column_names == ["prompt", "id"]
     assert isinstance(good, RowRequest)
-    assert bad == RowAnswer.failed("UnreadableRow", "line 2 is not JSON")
+    assert bad == RowAnswer.failed("UnreadableRow", "bad")
 
 
 def test_cells_that_are_not_utf8_cost_their_own_rows_only() -> None:
@@ -111,7 +120,7 @@ def test_cells_that_are_not_utf8_cost_their_own_rows_only() -> None:
     )
     for column, cells in ((TEXT, broken), (CHAT, messages)):
         table = pa.table({column.name: cells, "id": ids})
-        answers = prepare(table, StageSettings(column, "id", 5, 0.0, seed=0))[1]
+        answers = make(table)[1]
         assert isinstance(answers[0], RowRequest)
         errors = [answer.error for answer in answers[1:] if isinstance(answer, RowAnswer)]
         assert len(errors) == 3
@@ -122,8 +131,8 @@ def test_cells_that_are_not_utf8_cost_their_own_rows_only() -> None:
 
 def test_only_sampled_rows_get_seeds_and_each_its_own() -> None:
     table = pa.table({"prompt": ["same", "same"], "id": [1, 2]})
-    greedy = prepare(table, StageSettings(TEXT, "id", 5, 0.0, seed=3))[1]
-    sampled = prepare(table, StageSettings(TEXT, "id", 5, 0.7, seed=3))[1]
+    greedy = make(table, seed=3)[1]
+    sampled = make(table, temperature=0.7, seed=3)[1]
     assert [row.params.seed for row in greedy if isinstance(row, RowRequest)] == [None, None]
     assert [row.params.seed for row in sampled if isinstance(row, RowRequest)] == [
         derive_seed(3, "1"),
@@ -132,7 +141,7 @@ def test_only_sampled_rows_get_seeds_and_each_its_own() -> None:
 
 
 def test_outputs_have_their_types_where_every_row_failed() -> None:
-    table = append_outputs(pa.table({"id": [1]}), [RowAnswer.failed("Kind", "why\n not")])
+    table = append_outputs(pa.table({"id": [1]}), [[RowAnswer.failed("Kind", "why\n not")]])
     assert table.schema.field("generated_text").type == pa.string()
     assert table.schema.field("num_input_tokens").type == pa.int64()
     assert table["error"].to_pylist() == ["Kind: why not"]

@@ -1,4 +1,4 @@
-"""The other order of multiplying gives the same numbers for every shape, and leaves modules as they were."""
+"""Packed linear layers give the plain layers' numbers, and a model keeps what others read of it."""
 
 from __future__ import annotations
 
@@ -10,45 +10,68 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from cast_ray.models import linear
+from cast_ray.models.linear import PackedLinear, can_pack, fits_half, linear_forms, pack_linears
 from tests.support import qwen3, save_tiny_model
 
 
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("form", ["half", "float32"])
 @pytest.mark.parametrize(
-    "shape", [(1, 7), (2, 7), (3, 7), (8, 7), (9, 7), (2, 3, 7), (1, 1, 7), (4, 5, 7), (0, 7), (1, 0, 7)]
+    "shape", [(1, 7), (2, 7), (3, 7), (8, 7), (9, 7), (40, 7), (2, 3, 7), (1, 1, 7), (4, 5, 7), (0, 7), (1, 0, 7)]
 )
-def test_outputs_are_those_of_the_plain_layer(shape: tuple[int, ...], bias: bool) -> None:
+def test_outputs_are_those_of_the_plain_layer(shape: tuple[int, ...], form: str, bias: bool) -> None:
     torch.manual_seed(0)
-    plain = nn.Linear(7, 11, bias=bias)
-    fast = linear.FewRowsLinear(7, 11, bias=bias)
-    fast.load_state_dict(plain.state_dict())
+    plain = nn.Linear(7, 11, bias=bias).requires_grad_(False)
+    if form == "half":
+        plain.weight.copy_(plain.weight.half())
+    packed = PackedLinear([plain.weight], [plain.bias], keep=False, exact=True)
+    assert packed.form == form
     rows = torch.randn(shape)
-    out = fast(rows)
-    torch.testing.assert_close(out, plain(rows), atol=1e-6, rtol=1e-5)
-    assert out.is_contiguous()
+    torch.testing.assert_close(packed(rows), plain(rows), atol=1e-6, rtol=1e-5)
     # A view that is not contiguous, as transposed heads are.
     odd = torch.randn(*shape[:-1], 14)[..., ::2]
-    torch.testing.assert_close(fast(odd), plain(odd), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(packed(odd), plain(odd), atol=1e-6, rtol=1e-5)
 
 
-def test_a_models_layers_are_exchanged_where_it_pays_and_share_their_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_layers_of_one_input_are_one_product() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 4), nn.Linear(6, 2, bias=False), nn.Linear(6, 3)]
+    packed = PackedLinear([layer.weight for layer in layers], [layer.bias for layer in layers], keep=False, exact=True)
+    rows = torch.randn(5, 6)
+    torch.testing.assert_close(packed(rows), torch.cat([layer(rows) for layer in layers], dim=-1))
+
+
+def test_weights_are_halved_only_where_that_loses_nothing() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(4, 64) * 0.02
+    assert not fits_half(weight)
+    assert fits_half(weight.bfloat16().float())
+    assert not fits_half(weight.bfloat16().float() * 2.0**24)  # beyond half precision's range
+    assert not fits_half(weight.bfloat16().float() * 2.0**-20)  # and below it
+    assert PackedLinear([weight], [None], keep=False, exact=True).form == "float32"
+    assert PackedLinear([weight], [None], keep=False, exact=False).form == "half"
+
+
+def test_a_models_layers_are_exchanged_and_its_head_stays_tied(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path, qwen3(tie_word_embeddings=True))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
     ids = torch.tensor([[1, 5, 3]])
     before = model(ids).logits
-    names = list(model.state_dict())
-    monkeypatch.setattr(linear, "_pays", lambda weight: False)
-    assert linear.speed_up_linears(model) == 0
-    monkeypatch.setattr(linear, "_pays", lambda weight: True)
-    assert linear.speed_up_linears(model) == 3 * 7 + 1
+    assert linear_forms(model) == ["plain"]
+    assert pack_linears(model, keep=model.get_output_embeddings()) == 3 * 7 + 1
+    assert linear_forms(model) == ["float32"]
     torch.testing.assert_close(model(ids).logits, before, atol=1e-5, rtol=1e-5)
-    assert list(model.state_dict()) == names
     assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not any("proj" in name for name, _ in model.named_parameters()), "the plain weights are still held"
 
 
-def test_other_dtypes_keep_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_pays", lambda weight: True)
-    assert linear.speed_up_linears(nn.Sequential(nn.Linear(4, 4)).bfloat16()) == 0
-    assert linear.speed_up_linears(nn.Sequential(nn.ReLU())) == 0
+def test_models_that_packing_does_not_serve_keep_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not can_pack(nn.Sequential(nn.ReLU()))
+    assert not can_pack(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double()))
+    bfloat16 = nn.Sequential(nn.Linear(4, 4)).bfloat16()
+    monkeypatch.setattr(linear, "computes_in_bfloat16", lambda device: False)
+    assert can_pack(bfloat16)
+    monkeypatch.setattr(linear, "computes_in_bfloat16", lambda device: True)
+    assert not can_pack(bfloat16)
+    monkeypatch.setattr(linear, "_has_kernels", lambda: False)
+    assert pack_linears(nn.Sequential(nn.Linear(4, 4))) == 0

@@ -136,7 +136,7 @@ def test_without_prompts_the_target_writes_them_all(tmp_path: Path, asked: list[
 
 
 def test_steps_that_use_little_ask_for_little() -> None:
-    assert TrainConfig(steps=50, sequences=8).wanted_answers(7000) == 400
+    assert TrainConfig(steps=50, sequences=8).wanted_answers(7000) == 200
     assert TrainConfig(minutes=5).wanted_answers(20) == 1000
     assert TrainConfig(minutes=5).wanted_answers(7000) == 7000
     assert TrainConfig(steps=50, answers=9).wanted_answers(7000) == 9

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cast_ray.models.attention import sdpa
 from cast_ray.models.attention.base import Group, Layer
+from cast_ray.models.attention.parts import cut
 from cast_ray.models.attention.sdpa import SdpaBackend
 from cast_ray.models.kv_cache import KVCache, slots_of
 from cast_ray.trees.pack import DraftScores, pack
@@ -46,7 +48,11 @@ def written_out(
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("consecutive", [True, False])
-def test_trees_chunks_and_blocks_equal_attention_written_out(name: str, consecutive: bool) -> None:
+@pytest.mark.parametrize("part_bytes", [sdpa.PART_BYTES, 1])
+def test_trees_chunks_and_blocks_equal_attention_written_out(
+    name: str, consecutive: bool, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "PART_BYTES", part_bytes)
     torch.manual_seed(2)
     layer = LAYERS[name]
     order = torch.arange(60) if consecutive else torch.randperm(60)
@@ -107,3 +113,36 @@ def test_a_block_that_is_not_causal_sees_both_ways(window: int | None) -> None:
     backend = SdpaBackend(PAGE)
     out = backend.run(backend.plan([group], cache), queries, layer)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_plain_round_of_unlike_contexts_equals_attention_written_out(window: int | None) -> None:
+    """One new token a request, contexts from none to many, cut into parts that are not in the batch's order."""
+    torch.manual_seed(4)
+    layer = Layer(0, 0.3, window=window)
+    contexts = [17, 0, 5, 19, 1, 16, 5]
+    cache = KVCache(1, KV_HEADS, DIM, slots=42 * PAGE, dtype=torch.float32, device=torch.device("cpu"))
+    cache.data.fill_(float("nan"))
+    tables = torch.randperm(42).view(7, 6)
+    group = Group(0, [1] * 7, contexts, tables, torch.tensor(contexts)[:, None])
+    queries, expected = torch.randn(7, HEADS, DIM), torch.zeros(7, HEADS, DIM)
+    for b, context in enumerate(contexts):
+        keys, values = torch.randn(2, context + 1, KV_HEADS, DIM)
+        cache.write(0, slots_of(tables[b : b + 1], torch.arange(context + 1)[None], PAGE)[0], keys, values)
+        seen = list(range(context + 1))
+        expected[b] = written_out(queries[b], context, keys, values, seen, layer, False)
+    backend = SdpaBackend(PAGE)
+    plan = backend.plan([group], cache)
+    torch.testing.assert_close(backend.run(plan, queries, layer), expected, atol=1e-5, rtol=1e-5)
+    for most_keys in (18, 40, 60):
+        parts = cut(group, PAGE, most_keys)
+        assert all(part.batch == 1 or part.batch * part.keys <= most_keys for part in parts)
+        assert sorted(row for part in parts for row in part.first_row.tolist()) == list(range(7))
+        plan = type(plan)(parts, cache)
+        torch.testing.assert_close(backend.run(plan, queries, layer), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_wide_tree_does_not_pad_the_plain_requests_beside_it() -> None:
+    group = Group(0, [1, 30, 1, 2], [8, 8, 8, 8], torch.arange(40).view(4, 10), torch.zeros(4, 30, dtype=torch.int64))
+    assert sorted((part.batch, part.queries) for part in cut(group, PAGE, 10**6)) == [(1, 2), (1, 30), (2, 1)]
+    assert [part.batch for part in cut(group, PAGE, None)] == [4]

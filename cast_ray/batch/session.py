@@ -1,0 +1,67 @@
+"""The Ray of a job: a connection for as long as it runs, quiet, and with plain errors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from cast_ray.errors import EngineError
+
+
+@contextmanager
+def ray_cluster() -> Iterator[None]:
+    """A connection to a cluster, ended again if it was made here."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+    else:
+        # Ray gives its workers low priority (15), and engines would starve beside any ordinary work.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        # "local", or Ray would join whatever cluster it finds on this machine.
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def quiet_ray_data() -> Iterator[None]:
+    """Ray Data without its own bars and notices: the job shows its own."""
+    from ray.data import DataContext
+
+    context = DataContext.get_current()
+    logger = logging.getLogger("ray.data")
+    before = context.enable_progress_bars, context.print_on_execution_start, logger.level
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        context.enable_progress_bars, context.print_on_execution_start = before[:2]
+        logger.setLevel(before[2])
+
+
+@contextmanager
+def plain_errors(tally: Any) -> Iterator[None]:
+    """What made the stage fail, as the stage told it: Ray Data passes on only a traceback's text."""
+    import ray
+
+    try:
+        yield
+    except Exception:
+        failure = ray.get(tally.read.remote())["failure"]
+        if failure is not None:
+            raise EngineError(failure) from None
+        raise

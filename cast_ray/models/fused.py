@@ -1,0 +1,164 @@
+"""The decoder blocks of Llama, Qwen and Mistral models with fewer and larger operations, on a CPU.
+
+Query, key and value projections are one product, gate and up another; rotary embedding runs once over all heads; norms
+are PyTorch's own. Everything else, the layers themselves included, stays the Hugging Face module, and so do models of
+other kinds: they keep their blocks and get packed linear layers alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP, MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
+
+from cast_ray.models.attention.base import Attending, Layer
+from cast_ray.models.linear import PackedLinear, can_pack, pack_linears
+
+ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
+MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
+NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+
+
+class FusedNorm(nn.Module):
+    """Root-mean-square norm in one call."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.eps = float(norm.variance_epsilon)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+
+
+class FusedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)) with gate and up as one product."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_up = _join([mlp.gate_proj, mlp.up_proj])
+        self.down_proj = _join([mlp.down_proj])
+        self.act_fn = mlp.act_fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down_proj(self.act_fn(gate).mul_(up))
+
+
+class FusedAttention(nn.Module):
+    """A grouped-head attention block that hands its heads to the engine's attention without detours."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.head_dim = int(block.head_dim)
+        self.heads = block.q_proj.out_features // self.head_dim
+        self.kv_heads = block.k_proj.out_features // self.head_dim
+        self.qkv_proj = _join([block.q_proj, block.k_proj, block.v_proj])
+        self.o_proj = _join([block.o_proj])
+        self.q_norm = getattr(block, "q_norm", None)
+        self.k_norm = getattr(block, "k_norm", None)
+        window = getattr(block, "sliding_window", None)
+        if isinstance(block, MistralAttention):  # its window stands in the config, for all layers
+            window = getattr(block.config, "sliding_window", None)
+        self.layer = Layer(index=int(block.layer_idx), scaling=float(block.scaling), window=window)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attending: Attending | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """hidden_states `[1, T, hidden]`; position_embeddings: of `SignedRotary`."""
+        assert attending is not None, "a fused block runs inside Target.forward only"
+        rows = self.qkv_proj(hidden_states[0]).view(hidden_states.shape[1], -1, self.head_dim)
+        turned, values = rows.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = turned.split([self.heads, self.kv_heads], dim=1)
+            turned = torch.cat([self.q_norm(queries), self.k_norm(keys)], dim=1)
+        cos, sin = position_embeddings
+        turned = torch.addcmul(turned * cos, turned.roll(self.head_dim // 2, dims=-1), sin)
+        queries, keys = turned.split([self.heads, self.kv_heads], dim=1)
+        out = attending.attend(queries, keys, values, self.layer)
+        return self.o_proj(out.reshape(1, out.shape[0], -1)), None
+
+
+class SignedRotary(nn.Module):
+    """A rotary embedding's cosines and sines `[T, 1, head_dim]`, with the sign of the half turn in the sines.
+
+    rotate_half(x) * sin = roll(x, head_dim / 2) * signed_sin, without a negation and a copy in every layer.
+    """
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.rotary(x, position_ids)
+        half = sin.shape[-1] // 2
+        signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+        return cos[0, :, None], signed[0, :, None]
+
+
+def speed_up(model: PreTrainedModel) -> int:
+    """Pack a target's linear layers and fuse its blocks where their kinds are known, in place.
+
+    A bfloat16 model then holds its weights in 16 bits and computes in float32.
+    Returns how many modules were replaced: 0 where `linear.can_pack` says no.
+    """
+    if not can_pack(model):
+        return 0
+    decoder = model.get_decoder()
+    attentions = [getattr(layer, "self_attn", None) for layer in decoder.layers]
+    count = _fuse_parts(decoder)
+    # One rotary embedding serves all layers, so they change together or not at all.
+    if all(type(block) in ATTENTIONS for block in attentions) and hasattr(decoder, "rotary_emb"):
+        decoder.rotary_emb = SignedRotary(decoder.rotary_emb)
+        for layer, block in zip(decoder.layers, attentions, strict=True):
+            layer.self_attn = FusedAttention(block)
+            count += 1
+    count += pack_linears(model, keep=model.get_output_embeddings())
+    model.float()  # what is left: embedding, norms
+    _return_free_memory()
+    return count
+
+
+def speed_up_network(network: nn.Module) -> int:
+    """Fuse the MLPs and norms of a drafter's network and pack its linear layers, in place. Returns how many."""
+    if not can_pack(network):
+        return 0
+    return _fuse_parts(network) + pack_linears(network)
+
+
+def _fuse_parts(module: nn.Module) -> int:
+    count = 0
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) in MLPS:
+                setattr(parent, name, FusedMLP(child))
+            elif type(child) in NORMS:
+                setattr(parent, name, FusedNorm(child))
+            else:
+                continue
+            count += 1
+    return count
+
+
+def _return_free_memory() -> None:
+    """Hand the plain weights' memory back to the system; glibc would keep the holes for later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def _join(linears: list[nn.Linear]) -> PackedLinear:
+    return PackedLinear([layer.weight for layer in linears], [layer.bias for layer in linears], keep=False)
