@@ -57,6 +57,7 @@ def generate(
     on_error: Annotated[str | None, option(JobConfig, "on_error")] = None,
     max_error_rate: Annotated[float | None, option(JobConfig, "max_error_rate")] = None,
     retry_errors: Annotated[bool, option(JobConfig, "retry_errors", "--retry-errors")] = False,
+    attach: Annotated[str | None, option(JobConfig, "attach")] = None,
     overwrite: Annotated[bool, option(JobConfig, "overwrite", "--overwrite")] = False,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any other setting: engine.threads=4, pool.row_attempts=2, ...")
@@ -121,6 +122,7 @@ def generate(
         "on_error": on_error,
         "max_error_rate": max_error_rate,
         "retry_errors": retry_errors or None,
+        "attach": attach,
         "overwrite": overwrite or None,
         "engine": {
             "target": target,

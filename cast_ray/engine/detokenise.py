@@ -81,10 +81,15 @@ class StopChecker:
         self._include = include_stop_str_in_output
         self._longest = max((len(stop) for stop in stops), default=0)
         self._held = ""
-        self.stopped = False
+        self.stop: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string came."""
+        return self.stop is not None
 
     def push(self, text: str, armed: bool = True) -> str:
-        """Take in text; the text that may be shown. Sets `stopped` when a stop string is complete.
+        """Take in text; the text that may be shown. Sets `stop` when a stop string is complete.
 
         armed: whether a stop string that is completed by this text counts.
         """
@@ -94,7 +99,7 @@ class StopChecker:
         whole = self._held + text
         found = self._find(whole, len(self._held)) if armed else None
         if found is not None:
-            self.stopped, self._held = True, ""
+            self.stop, self._held = whole[slice(*found)], ""
             return whole[: found[1] if self._include else found[0]]
         kept = len(whole) - self._start_of_stop(whole)
         self._held = whole[kept:]
@@ -156,9 +161,14 @@ class OutputText:
         return self._pieces[0] if self._pieces else ""
 
     @property
+    def stop(self) -> str | None:
+        """The stop string that came."""
+        return self._checker.stop if self._checker is not None else None
+
+    @property
     def stopped(self) -> bool:
         """Whether a stop string came."""
-        return self._checker is not None and self._checker.stopped
+        return self.stop is not None
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, int]:
         """Take in committed tokens: (text that may be shown now, how many of the tokens the output keeps)."""

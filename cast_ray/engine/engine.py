@@ -14,17 +14,21 @@ import torch
 from cast_ray.calibration.profile import device_name
 from cast_ray.config import EngineConfig
 from cast_ray.drafters.base import Drafter
-from cast_ray.engine.detokenise import OutputText
+from cast_ray.engine.ending import take
 from cast_ray.engine.health import DrafterHealth
+from cast_ray.engine.output import complete, echo, output_text
 from cast_ray.engine.prompts import pair_params, render
 from cast_ray.engine.round import RoundRunner
+from cast_ray.engine.samples import Samples, sample_params
 from cast_ray.engine.scheduler import Scheduler
-from cast_ray.engine.sequence import Sequence
+from cast_ray.engine.sequence import Ending, Sequence
 from cast_ray.engine.setup import build
 from cast_ray.engine.totals import Totals
 from cast_ray.errors import QueueFullError, RequestError, describe
 from cast_ray.models.pages import PagePool
 from cast_ray.request import Completion, Prompt, SamplingParams
+from cast_ray.sampling.emitting import EmittingFactory
+from cast_ray.sampling.grammar import GrammarCompiler
 from cast_ray.width.policy import WidthPolicy
 
 # Of a step's packed tokens, the share that prompts may always have, however many requests decode.
@@ -35,13 +39,15 @@ PROMPT_SHARE = 0.25
 class Event:
     """What a step did for one request: the tokens that it gained, and its completion where it ended.
 
-    text: what a streaming request may show more than before; always empty for others.
+    text: what a streaming request may show more than before; always empty for others. index: of its `n` samples; the
+    completion comes with the event of the last of them.
     """
 
     request_id: str
     token_ids: list[int]
     completion: Completion | None = None
     text: str = ""
+    index: int = 0
 
 
 class Engine:
@@ -71,8 +77,13 @@ class Engine:
             parts.device,
             share_prefixes=self.config.prefix_cache,
         )
-        self.health = DrafterHealth(parts.drafter_name) if parts.drafter is not None else None
+        watched = self.config.watch_drafter and parts.drafter is not None
+        self.health = DrafterHealth(parts.drafter_name) if watched else None
         self.use_policy(parts.policy, health=self.health)
+        vocab_size, ends = parts.target.vocab_size, parts.loaded.eos_token_ids
+        grammars = GrammarCompiler(self.tokenizer, vocab_size, ends)
+        self._emitting = EmittingFactory(grammars, self.tokenizer, vocab_size, self.config.max_nodes)
+        self._samples: dict[str, Samples] = {}  # of requests with n > 1, until the last is done
         self._last_width = 0
         self.totals = Totals()
 
@@ -90,6 +101,7 @@ class Engine:
             try:
                 rendered.append(self.render(prompt))
                 self._check_length(rendered[-1], chosen[number])
+                self._emitting.make(chosen[number], len(rendered[-1]), ())
             except RequestError as error:
                 raise RequestError(f"prompts[{number}]: {error}") from None
         ids = [f"generate-{secrets.token_hex(4)}-{number}" for number in range(len(prompts))]
@@ -128,8 +140,10 @@ class Engine:
         priority: lower numbers go first, then who came first. stream: its events carry text.
         """
         params = params or SamplingParams()
-        if self._scheduler.find(request_id) is not None:
+        if self._scheduler.find(request_id) is not None or request_id in self._samples:
             raise RequestError(describe("request_id", request_id, "is in use", "Give each request its own"))
+        if stream and params.n > 1:
+            raise RequestError(describe("n", params.n, "cannot be streamed", "Send a request for each sample"))
         if self._queue_is_full:
             problem = f"{len(self._scheduler.waiting)} requests wait already"
             remedy = "Send it again when some are done, add engines, or raise max_waiting"
@@ -137,17 +151,28 @@ class Engine:
         tokens = self.render(prompt)
         self._check_length(tokens, params)
         seed = params.seed if params.seed is not None else secrets.randbits(63) if params.temperature else 0
-        stop = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._parts.loaded.eos_token_ids)
-        end = min(len(tokens) + params.max_tokens, self.max_context)
-        text = OutputText(self.tokenizer) if stream else None
-        self._scheduler.add(
-            Sequence(request_id, tokens, len(tokens), params, seed, stop, end, priority=priority, text=text)
-        )
+        samples = Samples(request_id, params.n)
+        sequences = [
+            self._sequence(samples.sequence_id(index), list(tokens), own, own_seed, stream)
+            for index, (own, own_seed) in enumerate(sample_params(params, seed))
+        ]
+        if params.n > 1:
+            self._samples[request_id] = samples
+        for index, sequence in enumerate(sequences):
+            sequence.priority, sequence.index = priority, index
+            sequence.samples = samples if params.n > 1 else None
+            self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> Completion | None:
         """End a request where it stands; None when there is none of that name."""
-        sequence = self._scheduler.find(request_id)
-        return None if sequence is None else self._finish(sequence, "abort")[0]
+        samples = self._samples.get(request_id)
+        ids = [request_id] if samples is None else [samples.sequence_id(i) for i in range(samples.count)]
+        completion = None
+        for sequence_id in ids:
+            sequence = self._scheduler.find(sequence_id)
+            if sequence is not None:
+                completion = self._finish(sequence, Ending("abort"))
+        return completion
 
     @property
     def has_work(self) -> bool:
@@ -167,7 +192,7 @@ class Engine:
         if not plan.decoding and not plan.chunks:
             return []
         running = time.perf_counter()
-        outcome = self._rounds.run(plan, scheduler.tables, self._keep)
+        outcome = self._rounds.run(plan, scheduler.tables, _keep)
         ran = time.perf_counter()
         scheduler.settle(plan)
         self.totals.count(plan, outcome)
@@ -234,6 +259,7 @@ class Engine:
             page_size=self.config.page_size,
             top_k=self.config.candidates_per_depth,
             max_context=parts.max_context,
+            max_nodes=self.config.max_nodes,
             health=health,
         )
 
@@ -252,56 +278,39 @@ class Engine:
             self._parts.drafter.forget(dropped)
         dropped.clear()
 
-    def _keep(self, sequence: Sequence, tokens: list[int]) -> list[int]:
-        """Cut a round's tokens at the request's end and append them. See round.Cut."""
-        kept = tokens[: sequence.max_length - len(sequence.tokens)]
-        for place, token in enumerate(kept):
-            if token in sequence.stop_tokens:
-                kept = kept[: place + 1]
-                break
-        if not sequence.stats.rounds:
-            sequence.stats.time_to_first_token_ms = (time.perf_counter() - sequence.submitted) * 1000
-        sequence.tokens.extend(kept)
-        sequence.cached = len(sequence.tokens) - 1
-        return kept
+    def _sequence(
+        self, request_id: str, tokens: list[int], params: SamplingParams, seed: int, stream: bool
+    ) -> Sequence:
+        stop = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._parts.loaded.eos_token_ids)
+        end = min(len(tokens) + params.max_tokens, self.max_context)
+        emitting = self._emitting.make(params, len(tokens), sorted(stop))
+        sequence = Sequence(request_id, tokens, len(tokens), params, seed, stop, end, emitting=emitting)
+        if stream or params.stop:
+            sequence.text = output_text(self.tokenizer, params)
+        if stream:
+            sequence.streams, sequence.fresh = True, echo(self.tokenizer, sequence)
+        return sequence
 
     def _event(self, sequence: Sequence, kept: list[int]) -> Event:
-        stopped = sequence.tokens[-1] in sequence.stop_tokens
-        text = ""
-        if sequence.text is not None:
-            text = sequence.text.push(kept[:-1] if stopped else kept)[0]
-        if stopped or len(sequence.tokens) == sequence.max_length:
-            completion, rest = self._finish(sequence, "stop" if stopped else "length")
-            return Event(sequence.request_id, kept, completion, text + rest)
-        return Event(sequence.request_id, kept, text=text)
+        completion = self._finish(sequence, sequence.ending) if sequence.ending is not None else None
+        text, sequence.fresh = sequence.fresh if sequence.streams else "", ""
+        return Event(sequence.shown_id, kept, completion, text, sequence.index)
 
-    def _finish(self, sequence: Sequence, reason: str) -> tuple[Completion, str]:
-        """Take it out: its completion, and the text of it that no event has shown yet."""
+    def _finish(self, sequence: Sequence, ending: Ending) -> Completion | None:
+        """Take it out: the request's completion, None where other samples of it still run."""
         self._scheduler.finish(sequence)
-        output = sequence.tokens[sequence.num_prompt :]
-        rest = ""
-        if sequence.text is not None:
-            rest = sequence.text.finish()
-            text = sequence.text.text
-        else:
-            shown = output[:-1] if reason == "stop" else output
-            text = self.tokenizer.decode(shown, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        sequence.stats.total_ms = (time.perf_counter() - sequence.submitted) * 1000
+        completion = complete(self.tokenizer, sequence, ending)
         totals = self.totals
         totals.requests_finished += 1
         totals.input_tokens += sequence.num_prompt
-        totals.tokens_generated += len(output)
-        totals.finish_reasons[reason] = totals.finish_reasons.get(reason, 0) + 1
-        completion = Completion(
-            request_id=sequence.request_id,
-            text=text,
-            token_ids=output,
-            finish_reason=reason,
-            num_input_tokens=sequence.num_prompt,
-            seed=sequence.seed if sequence.params.temperature else sequence.params.seed,
-            stats=sequence.stats,
-        )
-        return completion, rest
+        totals.tokens_generated += len(completion.token_ids)
+        totals.finish_reasons[ending.reason] = totals.finish_reasons.get(ending.reason, 0) + 1
+        if sequence.samples is None:
+            return completion
+        whole = sequence.samples.add(sequence.index, completion)
+        if whole is not None:
+            del self._samples[whole.request_id]
+        return whole
 
     def _check_length(self, tokens: list[int], params: SamplingParams) -> None:
         if len(tokens) >= self.max_context:
@@ -315,3 +324,12 @@ class Engine:
             raise RequestError(
                 f"prompt: {problem}, the pool has {pool * page}. Lower max_tokens or raise kv_cache_tokens."
             )
+
+
+def _keep(sequence: Sequence, tokens: list[int]) -> list[int]:
+    """See round.Cut."""
+    if not sequence.stats.rounds:
+        sequence.stats.time_to_first_token_ms = (time.perf_counter() - sequence.submitted) * 1000
+    kept = take(sequence, tokens)
+    sequence.cached = len(sequence.tokens) - 1
+    return kept

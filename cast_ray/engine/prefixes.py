@@ -95,7 +95,7 @@ class Prefixes:
 
     def _pages_ahead(self, sequence: Sequence) -> range:
         """Whole pages of its tokens that are not in the cache. The root is never among them: it is yet to be fed."""
-        if not self.enabled:
+        if not self.enabled or (sequence.emitting is not None and sequence.emitting.missing_prompt_logprobs):
             return range(0)
         return range(sequence.cached // self.page_size, (len(sequence.tokens) - 1) // self.page_size)
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from cast_ray.drafters.base import DraftContexts, Drafter
+from cast_ray.engine.emission import Emission, score_prompt
 from cast_ray.engine.health import DrafterHealth
-from cast_ray.engine.scheduler import Plan
+from cast_ray.engine.scheduler import Chunk, Plan
 from cast_ray.engine.sequence import Sequence
 from cast_ray.models.attention.base import Step
 from cast_ray.models.flatten import Flattened, PromptChunk, Roots, flatten_trees, make_step
 from cast_ray.models.kv_cache import slots_of
-from cast_ray.models.target import Target
-from cast_ray.sampling.keyed import choose_tokens
+from cast_ray.models.target import Target, TargetOutput
 from cast_ray.trees.accept import Accepted, accept
 from cast_ray.trees.pack import DraftScores, pack, pack_chain
 from cast_ray.trees.tree import CandidateTree, no_tree
@@ -49,17 +49,11 @@ class Outcome:
     host: dict[str, float]
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """The decoding requests as tensors: seeds `[B]` int64; temperatures `[B]` float32, None when all are greedy."""
-
-    roots: Roots
-    seeds: Tensor
-    temperatures: Tensor | None
-
-
 class RoundRunner:
-    """Rounds over one target, drafter and policy. `max_context` in tokens; `top_k` candidates a depth."""
+    """Rounds over one target, drafter and policy. `max_context` in tokens; `top_k` candidates a depth.
+
+    max_nodes: the widest tree that the engine has room for; the policy's own may be narrower.
+    """
 
     def __init__(
         self,
@@ -70,6 +64,7 @@ class RoundRunner:
         page_size: int,
         top_k: int,
         max_context: int,
+        max_nodes: int,
         health: DrafterHealth | None = None,
     ) -> None:
         self.target = target
@@ -79,43 +74,48 @@ class RoundRunner:
         self.page_size = page_size
         self.top_k = top_k if policy.branching else 1
         self.max_context = max_context
+        self.max_nodes = max_nodes
 
     def run(self, plan: Plan, tables: Tensor, cut: Cut) -> Outcome:
         """One step. tables: `[rows, P]` int64, the scheduler's block tables."""
         if not plan.decoding:
             return self._run_prompts(plan, tables)
         clock = _Clock()
-        batch = _gather(plan.decoding, tables)
-        shape = RoundShape(batch.roots.lengths, sum(chunk.end - chunk.start for chunk in plan.chunks))
+        roots = _gather(plan.decoding, tables)
+        emission = Emission(plan.decoding, self.target.vocab_size, tables.device)
+        prompt_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
+        shape = RoundShape(roots.lengths, prompt_tokens, emission.temperatures)
         clock.lap("plan")
 
-        scores = self._draft(batch, shape)
+        scores = self._draft(roots, emission, shape)
         clock.lap("draft")
-        packed = self._pack(scores, batch)
+        packed = emission.constrain(self._pack(scores, roots), self.policy.max_nodes or self.max_nodes)
         clock.lap("pack")
-        chosen = self.policy.choose(packed, shape) if scores is not None else None
+        drafted = scores is not None
+        chosen = emission.widen(self.policy.choose(packed, shape) if drafted else None)
         clock.lap("choose")
         # Here the host waits for the device: for the drafter, and below for the target.
         widths = chosen.tolist() if chosen is not None else [0] * shape.batch
         tree = packed.slice(max(widths))
         clock.lap("draft")
 
-        rows = flatten_trees(batch.roots, tree, widths, self.page_size, self.max_context - 1)
+        rows = flatten_trees(roots, tree, widths, self.page_size, self.max_context - 1)
         step = make_step(rows, _prompt_chunks(plan, tables), self.page_size)
         clock.lap("plan")
 
-        output = self.target.forward(step, torch.arange(rows.group.rows, device=tables.device))
-        emitted = _emit(output.logits, rows, batch)
+        output = self.target.forward(step, _logit_rows(plan, rows.group.rows, tables.device))
+        logits = output.logits[: rows.group.rows]
+        emitted = emission.emit(logits, rows, tree, widths)
         clock.lap("verify")
         accepted = _accept(emitted, rows, tree, chosen)
         clock.lap("accept")
         read = torch.cat([accepted.lengths[:, None], accepted.tokens], dim=1).tolist()
         clock.lap("verify")
 
-        self._commit(batch.roots, rows, accepted, output.features)
-        self._commit_prompts(plan, step, rows.group.rows, output.features)
-        if chosen is not None:
-            self.policy.observe(packed, chosen, accepted, batch.temperatures)
+        self._commit(roots, rows, accepted, output.features)
+        self._commit_prompts(plan, step, rows.group.rows, output)
+        if drafted and chosen is not None:
+            self.policy.observe(packed, chosen, accepted, emission.temperatures)
             if self.health is not None:
                 # Read behind the wait for the target: nothing is waited for here.
                 verified = torch.arange(packed.max_nodes, device=chosen.device) < chosen[:, None]
@@ -124,17 +124,17 @@ class RoundRunner:
         committed = [
             cut(sequence, tokens[:length]) for sequence, (length, *tokens) in zip(plan.decoding, read, strict=True)
         ]
+        emission.report(logits, rows, accepted, committed)
         clock.lap("commit")
-        self._tell_times(clock, shape, chosen is not None, len(step.tokens), sum(map(len, committed)))
+        self._tell_times(clock, shape, drafted, len(step.tokens), sum(map(len, committed)))
         host = {stage: clock.ms[stage] for stage in ("pack", "choose", "plan", "accept", "commit")}
-        return Outcome(committed, widths, chosen is not None, clock.ms["draft"], clock.ms["verify"], host)
+        return Outcome(committed, widths, drafted, clock.ms["draft"], clock.ms["verify"], host)
 
     def _run_prompts(self, plan: Plan, tables: Tensor) -> Outcome:
         clock = _Clock()
         step = make_step(None, _prompt_chunks(plan, tables), self.page_size)
-        nothing = torch.empty(0, dtype=torch.int64, device=tables.device)
-        output = self.target.forward(step, nothing)
-        self._commit_prompts(plan, step, 0, output.features)
+        output = self.target.forward(step, _logit_rows(plan, 0, tables.device))
+        self._commit_prompts(plan, step, 0, output)
         clock.lap("verify")
         return Outcome([], [], False, 0.0, clock.ms["verify"], {})
 
@@ -146,20 +146,19 @@ class RoundRunner:
         draft = ms["draft"] + drafting if drafted else 0.0
         self.policy.timed(RoundTimes(shape, tokens, drafted, draft, ms["verify"], host, committed))
 
-    def _draft(self, batch: _Batch, shape: RoundShape) -> DraftScores | None:
+    def _draft(self, roots: Roots, emission: Emission, shape: RoundShape) -> DraftScores | None:
         """Step 1: the drafter's scores, None when drafting does not pay: then the drafter does not run at all."""
         if self.drafter is None or not self.policy.drafts(shape):
             return None
         if self.health is not None and not self.health.may_draft():
             return None
-        roots = batch.roots
-        contexts = DraftContexts(roots.tokens, roots.lengths, roots.positions, roots.tables, batch.temperatures)
-        return self.drafter.propose(contexts, self.top_k)
+        contexts = DraftContexts(roots.tokens, roots.lengths, roots.positions, roots.tables, emission.temperatures)
+        return emission.shape(self.drafter.propose(contexts, self.top_k), roots.positions)
 
-    def _pack(self, scores: DraftScores | None, batch: _Batch) -> CandidateTree:
+    def _pack(self, scores: DraftScores | None, roots: Roots) -> CandidateTree:
         """Step 2: the scores as a tree of the widest width; no nodes without a draft."""
         if scores is None:
-            return no_tree(len(batch.roots.lengths), batch.roots.tokens.device)
+            return no_tree(len(roots.lengths), roots.tokens.device)
         return (pack if self.policy.branching else pack_chain)(scores, self.policy.max_nodes)
 
     def _commit(self, roots: Roots, rows: Flattened, accepted: Accepted, features: Tensor | None) -> None:
@@ -184,12 +183,17 @@ class RoundRunner:
             source_rows = (rows.starts[:, None] + accepted.path)[real]
             drafter.observe(features[source_rows], target_slots[real], positions[real])
 
-    def _commit_prompts(self, plan: Plan, step: Step, first_row: int, features: Tensor | None) -> None:
+    def _commit_prompts(self, plan: Plan, step: Step, first_row: int, output: TargetOutput) -> None:
+        """Chunks are in the cache: their features go to the drafter, their logits to those who want them scored."""
+        first_logits = first_row
         for chunk in plan.chunks:
             chunk.sequence.cached = chunk.end
-        if self.drafter is not None and features is not None and plan.chunks:
+            if _scored(chunk):
+                logits = output.logits[first_logits : (first_logits := first_logits + chunk.end - chunk.start)]
+                score_prompt(chunk.sequence, chunk.start, logits)
+        if self.drafter is not None and output.features is not None and plan.chunks:
             rows = slice(first_row, None)
-            self.drafter.observe(features[rows], step.slots[rows], step.positions[rows])
+            self.drafter.observe(output.features[rows], step.slots[rows], step.positions[rows])
 
 
 class _Clock:
@@ -206,19 +210,15 @@ class _Clock:
         self._last = now
 
 
-def _gather(sequences: list[Sequence], tables: Tensor) -> _Batch:
+def _gather(sequences: list[Sequence], tables: Tensor) -> Roots:
     device = tables.device
     lengths = [len(s.tokens) - 1 for s in sequences]
-    roots = Roots(
+    return Roots(
         tokens=torch.tensor([s.tokens[-1] for s in sequences], device=device),
         positions=torch.tensor(lengths, device=device),
         lengths=lengths,
         tables=tables[torch.tensor([s.row for s in sequences], device=device)],
     )
-    temperatures = None
-    if any(s.params.temperature for s in sequences):
-        temperatures = torch.tensor([float(s.params.temperature) for s in sequences], device=device)
-    return _Batch(roots, torch.tensor([s.seed for s in sequences], device=device), temperatures)
 
 
 def _prompt_chunks(plan: Plan, tables: Tensor) -> list[PromptChunk]:
@@ -236,9 +236,18 @@ def _accept(emitted: Tensor, rows: Flattened, tree: CandidateTree, chosen: Tenso
     return accept(rows.unflatten(emitted), tree, chosen, rows.mask)
 
 
-def _emit(logits: Tensor, rows: Flattened, batch: _Batch) -> Tensor:
-    """The target's own token after every row, `[rows]` int64; each belongs to the position behind its row's."""
-    if batch.temperatures is None:
-        return choose_tokens(logits, None, batch.seeds, rows.positions)
-    request = rows.request
-    return choose_tokens(logits, batch.temperatures[request], batch.seeds[request], rows.positions + 1)
+def _scored(chunk: Chunk) -> bool:
+    """Whether the chunk's own logits are wanted, which are those of the prompt's next tokens."""
+    return chunk.sequence.emitting is not None and chunk.sequence.emitting.missing_prompt_logprobs
+
+
+def _logit_rows(plan: Plan, tree_rows: int, device: torch.device) -> Tensor:
+    """Rows of the forward whose logits are wanted: all of trees, those of chunks to be scored."""
+    trees, start = torch.arange(tree_rows, device=device), tree_rows
+    scored = [trees]
+    for chunk in plan.chunks:
+        end = start + chunk.end - chunk.start
+        if _scored(chunk):
+            scored.append(torch.arange(start, end, device=device))
+        start = end
+    return torch.cat(scored) if len(scored) > 1 else trees

@@ -6,8 +6,19 @@ import time
 from dataclasses import dataclass, field
 
 from cast_ray.engine.detokenise import OutputText
+from cast_ray.engine.samples import Samples
 from cast_ray.models.pages import page_key
 from cast_ray.request import RequestStats, SamplingParams
+from cast_ray.sampling.emitting import Emitting
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why an output ends, as a Completion says it. hides_last: the last token is none of the text."""
+
+    reason: str
+    stop_reason: str | int | None = None
+    hides_last: bool = False
 
 
 @dataclass(eq=False)
@@ -19,7 +30,9 @@ class Sequence:
     priority: lower numbers first. arrival: number of the submission, which decides among equals.
     pages: its block table; the first `published` of them are whole and have been offered to the prefix cache.
     keys: identities of its first whole pages, as far as they have been asked for.
-    text: its output's text, kept while it streams.
+    text: its output's text, kept while it streams or has stop strings; fresh: what of it no event has shown yet.
+    emitting: how it emits, for one that asks for more than argmax or a plain sample.
+    ending: set by the round that it ends with. samples, index: its place among the samples of one request.
     """
 
     request_id: str
@@ -38,6 +51,12 @@ class Sequence:
     row: int = -1  # of the block tables, -1 while it waits
     cached: int = 0
     text: OutputText | None = None
+    fresh: str = ""
+    streams: bool = False
+    emitting: Emitting | None = None
+    ending: Ending | None = None
+    samples: Samples | None = None
+    index: int = 0
     submitted: float = field(default_factory=time.perf_counter)
     stats: RequestStats = field(default_factory=RequestStats)
 
@@ -45,6 +64,11 @@ class Sequence:
     def decoding(self) -> bool:
         """Everything but the root is in the cache."""
         return self.cached == len(self.tokens) - 1
+
+    @property
+    def shown_id(self) -> str:
+        """The id of its request."""
+        return self.request_id if self.samples is None else self.samples.request_id
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -80,9 +80,9 @@ def build(config: EngineConfig) -> Parts:
     speed_up(loaded.model)
     dtype = loaded.model.dtype  # float32 where a CPU emulates bfloat16: then only the weights are kept in 16 bits
     max_context = _max_context(config, loaded)
-    # Plain decoding has nothing to keep behind a request's tokens, and nobody to show features to.
+    # Plain decoding has nobody to show features to; what a grammar foresees it verifies all the same.
     plain = spec == "ar"
-    scratch = 1 if plain else max(config.max_nodes + 1, block_size or 0)
+    scratch = max(config.max_nodes + 1, block_size or 0)
     per_token = KVCache.bytes_per_token(layers, kv_heads, head_dim, dtype)
     if pair:
         draft = pair[1].model

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import sys
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,6 +18,7 @@ from cast_ray.config import EngineConfig
 from cast_ray.errors import EngineError, RequestError
 from cast_ray.pool.rows import RowAnswer, RowRequest
 from cast_ray.request import Completion, Prompt, SamplingParams
+from cast_ray.stats.counters import RowCounters
 
 
 class EngineLike(Protocol):
@@ -34,6 +37,9 @@ class EngineLike(Protocol):
 # From the death of an engine to the end of its process: time for the calls aboard to fail with the reason.
 FAREWELL_S = 0.2
 
+# Longest wait for the engine's statistics when only its pulse is asked for.
+PULSE_S = 1.0
+
 EngineFactory = Callable[[EngineConfig], EngineLike]
 
 
@@ -48,14 +54,20 @@ class EngineActor:
     """One engine in one process. The engine loads in `ready`, so that a failure to load arrives as a plain exception
     with its own message, and so that an actor restarted by Ray loads again when it is asked whether it is ready."""
 
-    def __init__(self, name: str, config: EngineConfig, factory: EngineFactory) -> None:
+    def __init__(self, name: str, config: EngineConfig, factory: EngineFactory, group: str = "engine") -> None:
         self._name = name
+        self._group = group
         self._config = config
         self._factory = factory
         self._engine: EngineLike | None = None
         self._loading = asyncio.Lock()
         self._requests = itertools.count()
         self._ending = False
+        self._aboard = 0
+        self._rows = RowCounters()
+        self._metrics: Any = None
+        self._look: asyncio.Task[dict[str, Any]] | None = None
+        self._steps = 0
 
     async def ready(self) -> str:
         """Load the engine if it is not loaded, and return the actor's name. Raises what loading raised."""
@@ -65,19 +77,42 @@ class EngineActor:
             if self._engine is None:
                 # In a thread: loading takes seconds, and `stats` should answer meanwhile.
                 self._engine = await asyncio.to_thread(self._factory, self._config)
+                self._metrics = _metrics(self._group, self._name)
         return self._name
 
     async def generate_batch(self, rows: list[RowRequest]) -> list[RowAnswer]:
         """Answers in the order of rows. Raises EngineError only when the engine itself is dead."""
         await self.ready()
-        return list(await asyncio.gather(*(self._answer(row) for row in rows)))
+        self._aboard += len(rows)
+        try:
+            return list(await asyncio.gather(*(self._counted(row) for row in rows)))
+        finally:
+            self._aboard -= len(rows)
+
+    async def _counted(self, row: RowRequest) -> RowAnswer:
+        began = time.monotonic()
+        answer = await self._answer(row)
+        seconds = time.monotonic() - began
+        tokens, rounds = answer.num_generated_tokens or 0, answer.rounds or 0
+        kind = answer.error.split(":", 1)[0] if answer.error is not None else None
+        if kind is None:
+            self._rows.answer(tokens, rounds, seconds)
+        else:
+            self._rows.fail(kind)
+        if self._metrics is not None:
+            prompt = answer.num_input_tokens or 0
+            self._metrics.observe_row(kind or "ok", seconds, prompt_tokens=prompt, tokens=tokens, rounds=rounds)
+        return answer
 
     async def _answer(self, row: RowRequest) -> RowAnswer:
         assert self._engine is not None
         # Numbered, because a row that is tried again may still be in the engine.
         request_id = f"{row.row_id}#{next(self._requests)}"
         try:
-            return RowAnswer.of(await self._engine.generate(row.prompt, row.params, request_id=request_id))
+            completion = await self._engine.generate(row.prompt, row.params, request_id=request_id)
+            if self._metrics is not None and completion.token_ids:
+                self._metrics.observe_first_token(completion.stats.time_to_first_token_ms / 1000)
+            return RowAnswer.of(completion)
         except RequestError as error:
             return RowAnswer.failed("RequestError", error)
         except Exception as error:
@@ -95,20 +130,53 @@ class EngineActor:
             asyncio.get_running_loop().call_later(FAREWELL_S, os._exit, 1)
 
     async def stats(self) -> dict[str, Any]:
-        """Name, process, node, and the engine's own statistics (None while it loads)."""
+        """Name, group, process, node, rows aboard, what became of rows, and the engine's own statistics (None while it
+        loads)."""
         import ray
 
         context = ray.get_runtime_context()
         return {
             "name": self._name,
+            "group": self._group,
             "pid": os.getpid(),
             "node": context.get_node_id(),
             "restarted": context.was_current_actor_reconstructed,
-            # In a thread: an engine answers between two rounds.
-            "engine": await asyncio.to_thread(self._engine.stats) if self._engine is not None else None,
+            "aboard": self._aboard,
+            "rows": self._rows.to_dict(),
+            "engine": await self._ask_engine() if self._engine is not None else None,
         }
+
+    async def pulse(self) -> int:
+        """The engine's count of steps when it last told it. Returns within `PULSE_S` even from an engine that is
+        stuck, whose count then stays."""
+        if self._engine is not None:
+            await asyncio.wait({asyncio.ensure_future(self._ask_engine())}, timeout=PULSE_S)
+        return self._steps
+
+    async def _ask_engine(self) -> dict[str, Any]:
+        """The engine's statistics. One question at a time, however many ask: one that is stuck would else take a
+        thread for each."""
+        if self._look is None or self._look.done():
+            assert self._engine is not None
+            # In a thread: an engine answers between two rounds.
+            self._look = asyncio.ensure_future(asyncio.to_thread(self._engine.stats))
+        found = await asyncio.shield(self._look)
+        self._steps = found.get("steps", 0)
+        if self._metrics is not None:
+            self._metrics.observe_engine(found)
+        return found
 
     async def close(self) -> None:
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
             self._engine = None
+
+
+def _metrics(group: str, name: str) -> Any:
+    """The actor's Prometheus series; None outside a Ray worker, where no port shows them."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    from cast_ray.stats.metrics import EngineMetrics
+
+    return EngineMetrics(group, name)

@@ -1,22 +1,23 @@
 """The dispatcher: a queue of rows in front of several engines, in one asyncio loop. It does not know Ray.
 
-Rows stay in the queue until an engine has room, so a fast engine simply takes more of them. When an engine dies, the
-rows aboard are suspects: one of them may have killed it. A suspect is retried with no other suspect beside it, and for
-the last time with no other row at all. So a row that is given up went down with an engine that it had for itself, and
-its neighbours are always answered.
+Rows stay in the queue until an engine has room, so a fast engine simply takes more of them, and the last ones wait for
+a fast engine rather than start on a slow one. When an engine dies, the rows aboard are suspects: one of them may have
+killed it. A suspect is retried with no other suspect beside it, and for the last time with no other row at all. So a
+row that is given up went down with an engine that it had for itself, and its neighbours are always answered. An engine
+that holds rows and makes no progress is ended, which is a death like another.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cast_ray.errors import EngineError
-from cast_ray.pool.routing import EngineLoad, TokenEstimate, choose
+from cast_ray.pool.hang import HangWatch
+from cast_ray.pool.routing import EngineLoad, TokenEstimate, better_held, choose
 from cast_ray.pool.rows import RowAnswer, RowRequest
 
 START_GRACE_S = 0.5
@@ -34,6 +35,14 @@ class EnginePort(Protocol):
 
     async def generate(self, rows: list[RowRequest]) -> list[RowAnswer]:
         """Raises when the engine died with the rows aboard."""
+        ...
+
+    async def pulse(self) -> int:
+        """A number that changes whenever the engine has done some work. May raise, or not return, when it is ill."""
+        ...
+
+    async def end(self) -> None:
+        """End the engine's process; its calls then raise, and `ready` waits for the next one."""
         ...
 
 
@@ -55,22 +64,25 @@ class _Member:
     draining: bool = False  # let run empty for a last try
     alone: bool = False  # a row on its last try is aboard
     life: int = 0
+    hung: str | None = None  # why it was ended, until it is up again
     calls: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class Dispatcher:
     """Answers rows with the engines behind `ports`. Use from one event loop only."""
 
-    def __init__(self, ports: Sequence[EnginePort], max_deaths: int = 3) -> None:
+    def __init__(self, ports: Sequence[EnginePort], max_deaths: int = 3, hang_timeout_s: float | None = None) -> None:
         # A call carries a few rows: enough to spread its cost, few enough that slots free up one after the other.
         self._members = [_Member(port, EngineLoad(port.slots), max(1, port.slots // 8)) for port in ports]
         self._max_deaths = max_deaths
+        self._hang_timeout_s = hang_timeout_s
         self._queue: deque[_Ticket] = deque()
         self._suspects: deque[_Ticket] = deque()
         self._last_tries: deque[_Ticket] = deque()
         self._estimate = TokenEstimate()
         self._start: asyncio.Task[None] | None = None
         self._begun = False
+        self._watches: set[asyncio.Task[None]] = set()
 
     async def generate(self, rows: Sequence[RowRequest]) -> list[RowAnswer]:
         """Answers in the order of rows, whatever happens to single rows or engines.
@@ -90,7 +102,11 @@ class Dispatcher:
         rows of all only because it answered first."""
         for member in self._members:
             self._spawn(member, self._revive(member))
-        await asyncio.wait([call for member in self._members for call in member.calls], timeout=START_GRACE_S)
+        revivals = [call for member in self._members for call in member.calls]
+        if self._hang_timeout_s is not None:
+            for member in self._members:
+                self._watches.add(asyncio.get_running_loop().create_task(self._watch(member, self._hang_timeout_s)))
+        await asyncio.wait(revivals, timeout=START_GRACE_S)
         self._begun = True
         self._pump()
 
@@ -105,6 +121,10 @@ class Dispatcher:
             index = choose([m.load for m in free], self._cost(self._queue[0]))
             assert index is not None
             member = free[index]
+            others = [m.load for m in self._members if m.up and m is not member]
+            cost = self._cost(self._queue[0])
+            if better_held(member.load, others, cost, cost * len(self._queue)):
+                break
             # The last rows are spread over the engines rather than sent as full units.
             count = min(member.unit, member.load.free, max(1, len(self._queue) // len(free)))
             self._send([member], [self._queue.popleft() for _ in range(count)])
@@ -134,7 +154,7 @@ class Dispatcher:
         index = choose([m.load for m in candidates], cost)
         assert index is not None
         member = candidates[index]
-        member.load.meter.advance(time.monotonic(), busy=member.load.rows > 0)
+        member.load.meter.advance(_now(), busy=member.load.rows > 0)
         member.load.rows += len(tickets)
         member.load.tokens += cost
         if tickets[0].deaths:
@@ -154,8 +174,9 @@ class Dispatcher:
         except Exception as error:
             self._lost(member, tickets, error, life)
         tokens = sum(answer.num_generated_tokens or 0 for answer in answers or ())
-        member.load.meter.advance(time.monotonic(), busy=True, tokens=tokens)
+        member.load.meter.advance(_now(), busy=True, tokens=tokens)
         member.load.rows -= len(tickets)
+        member.load.finished += len(answers or ())
         member.load.tokens = max(0.0, member.load.tokens - cost)
         if tickets[0].deaths and member.life == life:
             member.suspect_aboard = member.alone = False
@@ -179,17 +200,30 @@ class Dispatcher:
             elif ticket.deaths < self._max_deaths:
                 self._last_tries.append(ticket)
             else:
-                problem = f"{ticket.deaths} engines died while they held this row; the last: {short_cause(error)}"
+                cause = member.hung or short_cause(error)
+                problem = f"{ticket.deaths} engines died while they held this row; the last: {cause}"
                 _settle(ticket, RowAnswer.failed("EngineDied", problem))
 
     async def _revive(self, member: _Member) -> None:
         try:
             await member.port.ready()
         except Exception as error:
-            member.gone = short_cause(error)
+            member.gone = member.hung or short_cause(error)
         else:
-            member.up = True
+            member.up, member.hung = True, None
         self._pump()
+
+    async def _watch(self, member: _Member, timeout_s: float) -> None:
+        """End the engine whenever it holds rows and makes no progress for that long."""
+        watch = HangWatch(timeout_s)
+        while member.gone is None:
+            await asyncio.sleep(watch.interval_s)
+            if not (member.up and member.load.rows):
+                watch.idle()
+            elif await watch.hangs(member.port.pulse, (member.life, member.load.finished), _now):
+                member.hung = f"made no progress for {timeout_s:g} s with {member.load.rows} rows aboard (hang)"
+                await member.port.end()
+                watch.idle()
 
     def _give_up(self) -> None:
         causes = "; ".join(f"{member.port.name}: {member.gone}" for member in self._members)
@@ -198,6 +232,10 @@ class Dispatcher:
             while waiting:
                 if not (ticket := waiting.popleft()).answer.done():
                     ticket.answer.set_exception(error)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _settle(ticket: _Ticket, answer: RowAnswer) -> None:

@@ -37,10 +37,11 @@ class RateMeter:
 
 @dataclass
 class EngineLoad:
-    """What is known of one engine: rows it may hold, rows and expected tokens aboard, and its rate."""
+    """What is known of one engine: rows it may hold, rows and expected tokens aboard, rows answered, and its rate."""
 
     slots: int
     rows: int = 0
+    finished: int = 0
     tokens: float = 0.0
     meter: RateMeter = field(default_factory=RateMeter)
 
@@ -63,6 +64,22 @@ def choose(loads: Sequence[EngineLoad], tokens: float) -> int | None:
             if key < best_key:
                 best, best_key = index, key
     return best
+
+
+def better_held(load: EngineLoad, others: Sequence[EngineLoad], tokens: float, queued: float) -> bool:
+    """Whether a row of `tokens` is better left in the queue than given to the engine of `load`.
+
+    So it is where the other engines are predicted to finish all they hold, and all of the queue (`queued` tokens, this
+    row among them), before that engine would have finished the row. In a long queue that is never so; at the end it
+    keeps a slow engine from making everyone wait for its last row.
+    """
+    rate = load.meter.tokens_per_s
+    rates = [other.meter.tokens_per_s for other in others]
+    known = [found for found in rates if found is not None]
+    if rate is None or not known or not any(other.rows for other in others):
+        return False
+    aboard = sum(other.tokens for other, found in zip(others, rates, strict=True) if found is not None)
+    return (load.tokens + tokens) / rate > (aboard + queued) / sum(known)
 
 
 @dataclass

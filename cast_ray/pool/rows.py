@@ -29,6 +29,9 @@ class RowAnswer:
     num_generated_tokens: int | None = None
     rounds: int | None = None
     error: str | None = None
+    choice_probabilities: dict[str, float] | None = None
+    token_ids: tuple[int, ...] | None = None  # where logprobs were asked for, which are theirs
+    logprobs: tuple[float, ...] | None = None
 
     @classmethod
     def of(cls, completion: Completion) -> RowAnswer:
@@ -38,6 +41,9 @@ class RowAnswer:
             num_input_tokens=completion.num_input_tokens,
             num_generated_tokens=len(completion.token_ids),
             rounds=completion.stats.rounds,
+            choice_probabilities=completion.choice_probabilities,
+            token_ids=tuple(completion.token_ids) if completion.logprobs is not None else None,
+            logprobs=tuple(token.logprob for token in completion.logprobs) if completion.logprobs is not None else None,
         )
 
     @classmethod

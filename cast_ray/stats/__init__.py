@@ -1,1 +1,1 @@
-"""What a person or a program reads about a run after it. Measures nothing itself."""
+"""What a person or a program reads about runs, and trials of whole engines: sweeps, acceptance, one round explained."""

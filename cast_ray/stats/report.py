@@ -30,9 +30,10 @@ def summarise(
     actors: dict[str, dict[str, Any]],
     times: JobTimes,
     settings: dict[str, Any],
+    timeline: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The summary. counts: rows, failed, input_tokens, generated_tokens, rounds, error_kinds, finish_reasons and
-    first_errors, as read back from the output. actors: `EnginePool.stats()`."""
+    first_errors, as read back from the output. actors: `EnginePool.stats()`. timeline: `Timeline.to_dict()`."""
     rounds = counts["rounds"]
     return {
         "rows": counts["rows"],
@@ -48,6 +49,7 @@ def summarise(
         "tokens_per_s": counts["generated_tokens"] / times.generate_s if times.generate_s > 0 else None,
         "seconds": {"start": times.start_s, "generate": times.generate_s, "total": times.total_s},
         "actors": [summarise_actor(about) for about in actors.values()],
+        "timeline": timeline or {},
         "settings": settings,
         "versions": versions(),
     }
@@ -57,11 +59,14 @@ def summarise_actor(about: dict[str, Any]) -> dict[str, Any]:
     """One actor's part: width and latency in force, shares of its busy time, and the engine's own statistics."""
     engine = about.get("engine")
     if engine is None:
-        return {"name": about["name"], "state": "lost", "cause": about.get("cause", "was still loading")}
+        state, cause = about.get("state", "lost"), about.get("cause", "was still loading")
+        return {"name": about["name"], "group": about.get("group"), "state": state, "cause": cause}
     spent = {phase: engine[f"{phase}_ms"] for phase in _PHASES}
     busy = sum(spent.values())
+    rows = about.get("rows", {})
     return {
         "name": about["name"],
+        "group": about.get("group"),
         "state": "restarted" if about.get("restarted") else "ready",
         "node": about.get("node"),
         "device": engine["device"],
@@ -75,6 +80,8 @@ def summarise_actor(about: dict[str, Any]) -> dict[str, Any]:
         "busy_ms": busy,
         "share": {phase: ms / busy if busy else 0.0 for phase, ms in spent.items()},
         "latency": engine["latency"],
+        "round_lengths": rows.get("round_lengths", {}),
+        "mean_row_seconds": rows.get("mean_seconds"),
     }
 
 
@@ -140,8 +147,8 @@ def _actor_table(actors: list[dict[str, Any]]) -> Table:
     ):
         table.add_column(name, justify="left")
     for actor in actors:
-        if actor["state"] == "lost":
-            table.add_row(actor["name"], f"lost: {actor['cause']}", "", "", "", "", "")
+        if actor["state"] not in ("ready", "restarted"):
+            table.add_row(actor["name"], f"{actor['state']}: {actor['cause']}", "", "", "", "", "")
             continue
         device = actor["device"]
         table.add_row(

@@ -12,7 +12,7 @@ PACKAGE = Path(cast_ray.__file__).parent
 FLOORS = [
     {"cli"},
     {"commands"},
-    {"batch", "training"},
+    {"batch", "serve", "training"},
     {"pool"},
     {"stats"},
     {"engine"},

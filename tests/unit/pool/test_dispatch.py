@@ -14,7 +14,7 @@ from cast_ray.request import SamplingParams
 
 
 class Port:
-    """An engine in this process. It dies with everything aboard when it meets a row named poison."""
+    """An engine in this process. A row named poison ends it with everything aboard, one named stuck makes it hang."""
 
     def __init__(self, name: str, slots: int = 4, delay: float = 0.001, lives: int = 100) -> None:
         self.name = name
@@ -25,6 +25,7 @@ class Port:
         self.aboard = 0
         self.most_aboard = 0
         self.dying: asyncio.Event | None = None
+        self.stuck: asyncio.Event | None = None  # the life in which it hangs
 
     async def ready(self) -> None:
         await asyncio.sleep(0.001)
@@ -43,14 +44,25 @@ class Port:
                 await asyncio.sleep(self.delay / 2)
                 self.lives -= 1
                 dying.set()
+            if any("stuck" in row.row_id for row in rows):
+                self.stuck = dying
             for _ in rows:
-                await asyncio.wait({asyncio.create_task(dying.wait())}, timeout=self.delay)
+                timeout = None if self.stuck is dying else self.delay
+                await asyncio.wait({asyncio.create_task(dying.wait())}, timeout=timeout)
             if dying.is_set():
                 raise ConnectionError(f"{self.name} died")
         finally:
             self.aboard -= len(rows)
         self.answered += [row.row_id for row in rows]
         return [RowAnswer(text=row.row_id, num_generated_tokens=1) for row in rows]
+
+    async def pulse(self) -> int:
+        return len(self.answered)
+
+    async def end(self) -> None:
+        assert self.dying is not None
+        self.lives -= 1
+        self.dying.set()
 
 
 def rows(*names: Any) -> list[RowRequest]:
@@ -134,3 +146,26 @@ def test_the_engine_that_is_ready_first_does_not_take_all_of_a_few_rows() -> Non
     ports = [Port("a", slots=16), Port("b", slots=16)]
     answer(Dispatcher(ports), rows(*range(16)))
     assert [len(port.answered) for port in ports] == [8, 8]
+
+
+def test_a_row_that_makes_engines_hang_is_given_up_and_no_other_row_is() -> None:
+    ports = [Port("a", slots=8), Port("b", slots=8)]
+    dispatcher = Dispatcher(ports, max_deaths=2, hang_timeout_s=0.2)
+    (answers,) = answer(dispatcher, rows(*range(10), "stuck", *range(10, 40)))
+    assert [index for index, found in enumerate(answers) if found.error] == [10]
+    assert answers[10].error is not None
+    assert "the last: made no progress for 0.2 s" in answers[10].error
+
+
+def test_an_engine_that_works_slowly_or_idles_does_not_hang() -> None:
+    port = Port("a", slots=2, delay=0.15)
+
+    async def with_a_pause() -> None:
+        dispatcher = Dispatcher([port], hang_timeout_s=0.4)
+        for _ in range(2):
+            await dispatcher.generate(rows(*range(4)))
+            await asyncio.sleep(0.6)
+
+    asyncio.run(with_a_pause())
+    assert port.lives == 100
+    assert len(port.answered) == 8
