@@ -30,6 +30,7 @@ from cast_ray.config import EngineConfig
 from cast_ray.engine.engine import Engine
 from cast_ray.pool.rows import RowRequest
 from cast_ray.request import SamplingParams
+from cast_ray.serve.backend import ABOUT_FRESH_S
 from cast_ray.serve.keys import new_key
 from tests.support import qwen3, save_tiny_drafter, save_tiny_model
 
@@ -139,6 +140,7 @@ def wait_for(done: Callable[[], bool], seconds: float = 60) -> None:
 
 def freed(server: Server) -> bool:
     """Nothing aboard any replica, and every page free again."""
+    time.sleep(ABOUT_FRESH_S)  # or what is told may be from before
     found = server.replicas()
     return bool(found) and all(
         not one["aboard"]
@@ -371,9 +373,9 @@ def test_a_client_that_goes_away_frees_its_place(server: Server) -> None:
         client.with_options(timeout=0.3).completions.create(
             model="tiny", prompt="t1", n=4, **{**LONG, "temperature": 1}
         )
+    # On a busy machine an answer may be ready before its client is seen to be gone, but not every one.
+    wait_for(lambda: aborted(server) > before)
     wait_for(lambda: freed(server))
-    # On a busy machine an answer may be ready before its client is seen to be gone.
-    assert aborted(server) > before
 
 
 def test_a_deadline_ends_a_request(server: Server) -> None:
@@ -494,7 +496,7 @@ def test_a_batch_job_attached_to_the_application_gets_the_same_answers(server: S
     assert [answer.text for answer in answers] == [one.text for one in expected]
     assert refused.error is not None
     assert refused.error.startswith("RequestError")
-    assert all(one["finished"]["batch"] for one in server.replicas())
+    wait_for(lambda: all(one["finished"]["batch"] for one in server.replicas()), 5)
 
 
 def test_a_whole_job_may_be_attached_and_people_are_served_meanwhile(server: Server, tmp_path: Path) -> None:

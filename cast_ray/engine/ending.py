@@ -1,0 +1,44 @@
+"""Where an output ends: a round's tokens cut at the first thing that ends their request, and its text so far.
+
+What ends it first, counted in tokens, is the end: an end or stop token, a stop string, what a grammar allows, or
+max_tokens. It is the same wherever rounds part the output.
+"""
+
+from __future__ import annotations
+
+from cast_ray.engine.sequence import Ending, Sequence
+
+
+def take(sequence: Sequence, tokens: list[int]) -> list[int]:
+    """Append to the sequence what it keeps of a round's tokens, and return that; sets `ending` where it ends.
+
+    The text of a sequence that keeps one grows into `fresh`.
+    """
+    kept, ending = _cut(sequence, tokens)
+    if sequence.emitting is not None:
+        count = sequence.emitting.commit(kept)
+        if count < len(kept) or sequence.emitting.finished:
+            kept = kept[:count]
+            # The end token may have come as well, and is then the last.
+            ending = ending if kept and kept[-1] in sequence.stop_tokens else Ending("stop")
+            grammar = sequence.emitting.grammar
+            if grammar is not None and grammar.error is not None:
+                ending = Ending("error", grammar.error)
+    if sequence.text is not None:
+        hidden = ending is not None and ending.hides_last and not sequence.params.include_stop_str_in_output
+        text, count = sequence.text.push(kept[:-1] if hidden else kept)
+        sequence.fresh += text
+        if sequence.text.stopped:
+            kept, ending = kept[:count], Ending("stop", sequence.text.stop)
+    sequence.tokens.extend(kept)
+    sequence.ending = ending
+    return kept
+
+
+def _cut(sequence: Sequence, tokens: list[int]) -> tuple[list[int], Ending | None]:
+    kept = tokens[: sequence.max_length - len(sequence.tokens)]
+    for place, token in enumerate(kept):
+        if token in sequence.stop_tokens:
+            asked = token if token in sequence.params.stop_token_ids else None
+            return kept[: place + 1], Ending("stop", asked, hides_last=True)
+    return kept, Ending("length") if len(sequence.tokens) + len(kept) == sequence.max_length else None

@@ -1,0 +1,141 @@
+"""The batched processors give what a slow reference gives for each row by itself, and what transformers' own give."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cast_ray.request import SamplingParams
+from cast_ray.sampling.processors import Paths, RuleBatch, Rules, make_rules, nucleus_threshold
+from tests.slow_sampling import slow_process
+
+VOCAB = 16
+CPU = torch.device("cpu")
+
+
+def draw_params(rng: random.Random) -> SamplingParams:
+    def maybe(value: Any, default: Any) -> Any:
+        return value if rng.random() < 0.4 else default
+
+    return SamplingParams(
+        temperature=rng.choice([0, 0.5, 1.3]),
+        top_p=maybe(rng.uniform(0.2, 0.99), 1.0),
+        top_k=maybe(rng.randint(1, 20), 0),
+        min_p=maybe(rng.uniform(0.01, 0.6), 0.0),
+        repetition_penalty=maybe(rng.uniform(0.6, 1.9), 1.0),
+        presence_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        logit_bias=maybe({rng.randrange(VOCAB): rng.uniform(-9, 9) for _ in range(3)}, {}),
+        allowed_token_ids=maybe(tuple(rng.sample(range(VOCAB), rng.randint(1, VOCAB))), None),
+        min_tokens=maybe(rng.randint(1, 6), 0),
+    )
+
+
+def draw_rows(rng: random.Random, requests: list[Rules | None]) -> tuple[list[list[int]], list[tuple[int, list[int]]]]:
+    """Contexts of the requests, and rows (request, path)."""
+    contexts = [[rng.randrange(4) for _ in range((r.num_prompt if r else 1) + rng.randint(0, 4))] for r in requests]
+    rows = [(b, [rng.randrange(4) for _ in range(rng.randint(0, 4))]) for b in range(len(requests)) for _ in range(4)]
+    return contexts, rows
+
+
+def as_paths(contexts: list[list[int]], rows: list[tuple[int, list[int]]]) -> Paths:
+    held = [(i, t, len(path) - 1 - j) for i, (_, path) in enumerate(rows) for j, t in enumerate(path)]
+    columns = torch.tensor(held, dtype=torch.int64).view(-1, 3).unbind(1)
+    return Paths(
+        torch.tensor([b for b, _ in rows]),
+        torch.tensor([len(contexts[b]) + len(path) for b, path in rows]),
+        torch.tensor([len(path) for _, path in rows]),
+        *columns,
+    )
+
+
+def draw_rules(rng: random.Random, params: SamplingParams) -> Rules | None:
+    prompt = [rng.randrange(4) for _ in range(rng.randint(1, 5))]
+    words = [[rng.randrange(4) for _ in range(rng.randint(1, 3))] for _ in range(rng.choice([0, 0, 2]))]
+    return make_rules(params, prompt, bad_words=words, stops=[0, 3], vocab_size=VOCAB, device=CPU)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6))
+def test_every_row_is_processed_as_if_it_were_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    requests = [draw_rules(rng, draw_params(rng)) for _ in range(4)]
+    asking = [b for b, rules in enumerate(requests) if rules is not None]
+    if not asking:
+        return
+    contexts, rows = draw_rows(rng, requests)
+    for b in asking:
+        rules = requests[b]
+        assert rules is not None
+        if rules.counts is not None:
+            # The prompt that was counted is the context's own.
+            rules.counts = type(rules.counts)(rules.params, contexts[b][: rules.num_prompt], VOCAB, CPU)
+            rules.counts.add(contexts[b][rules.num_prompt :])
+    batch = RuleBatch([r for r in requests if r], asking, [contexts[b] for b in asking], CPU)
+    assert batch.members(4).tolist() == [r is not None for r in requests]
+    paths = as_paths(contexts, rows)
+    keep = batch.members(4)[paths.request].nonzero()[:, 0]
+    logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed))
+    out = batch.apply(logits[keep].clone(), paths.select(keep))
+    for row, values in zip(keep.tolist(), out, strict=True):
+        b, path = rows[row]
+        rules = requests[b]
+        assert rules is not None
+        expected = slow_process(
+            logits[row], rules.params, contexts[b] + path, rules.num_prompt, rules.bad_words, rules.stops
+        )
+        torch.testing.assert_close(values.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def apply_one(params: SamplingParams, context: list[int], logits: torch.Tensor, words: list[list[int]]) -> torch.Tensor:
+    rules = make_rules(params, context, bad_words=words, vocab_size=VOCAB, device=CPU)
+    assert rules is not None
+    paths = as_paths([context], [(0, [])])
+    return RuleBatch([rules], [0], [context], CPU).apply(logits.clone()[None], paths)[0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_transformers_has_is_the_same(seed: int) -> None:
+    rng = random.Random(seed)
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    context = [rng.randrange(VOCAB) for _ in range(8)]
+    words = [[3], [context[-1], 5], [7, 7]]
+    ids = torch.tensor([context])
+    cases: list[tuple[SamplingParams, Any, list[list[int]]]] = [
+        (SamplingParams(repetition_penalty=1.7), transformers.RepetitionPenaltyLogitsProcessor(1.7), []),
+        (SamplingParams(), transformers.NoBadWordsLogitsProcessor(words, eos_token_id=None), words),
+        (SamplingParams(temperature=1, top_k=5), transformers.TopKLogitsWarper(5), []),
+        (SamplingParams(temperature=1, top_p=0.7), transformers.TopPLogitsWarper(0.7), []),
+        (SamplingParams(temperature=1, min_p=0.1), transformers.MinPLogitsWarper(0.1), []),
+        (SamplingParams(logit_bias={2: 4.5}), transformers.SequenceBiasLogitsProcessor([[[2], 4.5]]), []),
+    ]
+    for params, processor, banned in cases:
+        expected = processor(ids, logits.clone()[None])[0]
+        torch.testing.assert_close(apply_one(params, context, logits, banned), expected)
+
+
+def test_a_request_that_asks_for_nothing_has_no_rules() -> None:
+    for params in (
+        SamplingParams(),
+        SamplingParams(temperature=0.7),
+        SamplingParams(top_p=0.5),
+        SamplingParams(top_k=3),
+    ):
+        assert make_rules(params, [1], stops=[0], vocab_size=VOCAB, device=CPU) is None
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.9999])
+def test_a_nucleus_wider_than_the_first_look_is_found(share: float) -> None:
+    values = torch.randn(3, 3000, generator=torch.Generator().manual_seed(1)) * torch.tensor([[0.01], [1.0], [6.0]])
+    threshold = nucleus_threshold(values, torch.full((3, 1), share))
+    for row, least in zip(values, threshold, strict=True):
+        probabilities = row.double().softmax(0).sort(descending=True).values
+        kept = int((row >= least).sum())
+        assert probabilities[:kept].sum() >= share - 1e-6
+        assert probabilities[: kept - 1].sum() < share + 1e-6
