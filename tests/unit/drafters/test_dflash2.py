@@ -159,6 +159,7 @@ def engine_for(target: Path, drafter: Path, width: str) -> Engine:
             max_batch_size=5,
             max_step_tokens=24,
             probe_seconds=1.0,
+            watch_drafter=False,  # a random drafter is to go on drafting
             profile_dir=target / "profiles",
         )
     )
@@ -177,7 +178,7 @@ def test_output_is_the_targets_own_at_every_width(pair: tuple[Path, Path, Any]) 
     for prompt, p, out in zip(prompts, params, plain, strict=True):
         if p.temperature == 0:
             comparison.same(model, prompt, out.token_ids, reference_greedy(model, prompt, 40))
-    for width in ("chain", "fixed:1", "fixed:7", "fixed:31", "deployment"):
+    for width in ("chain", "fixed:1", "fixed:7", "fixed:31", "deployment", "joint"):
         engine = engine_for(target, drafter, width)
         outs = engine.generate(prompts, params)
         engine.check_integrity()
