@@ -67,7 +67,7 @@ class EngineConfig(Settings):
         ge=16,
         description="tokens that the KV pool holds; default: a quarter of the free memory, no more than used",
     )
-    prefix_cache: bool = Field(True, description="requests share the KV pages of a prompt prefix that they have in common")
+    prefix_cache: bool = Field(True, description="requests share the KV pages of the prompt prefix they have in common")
     watch_drafter: bool = Field(
         True, description="go on without a drafter whose candidates are accepted no better than by chance"
     )

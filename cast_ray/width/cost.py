@@ -21,6 +21,10 @@ MOST_CURVES = 64
 # Nodes of a request over which its context's price for one is averaged.
 PRICED_NODES = 15
 LEAST_MS = 1e-3
+# After a jump of the device so many drafted rounds verify this multiple of the candidates that seem best: whether other
+# rounds jumped as well is not known otherwise. A slower device is looked at narrower, a faster one wider. Not again
+# within so many drafted rounds.
+LOOKS, NARROWER, WIDER, LOOK_AGAIN = 3, (0.25, 0.0), (4.0,), 64
 
 
 class RoundCost:
@@ -33,6 +37,14 @@ class RoundCost:
         self._draft = Level()
         self._host: dict[tuple[bool, int], Level] = {}
         self._curves: dict[tuple[int, int], Array] = {}
+        self._looks: list[float] = []
+        self._since_look = LOOK_AGAIN
+
+    def look(self) -> float | None:
+        """The multiple of the best candidates that a drafted round should verify to see how the device has changed;
+        None, as nearly always, for just those. Asked once a round."""
+        self._since_look += 1
+        return self._looks.pop(0) if self._looks else None
 
     def plain_ms(self, shape: RoundShape) -> float:
         """A round without candidates."""
@@ -59,7 +71,10 @@ class RoundCost:
         """Let a finished round correct what is predicted for the next ones."""
         shape = times.shape
         predicted = self._curve(shape, times.tokens + 1)[times.tokens]
-        self.verify.observe(times.tokens, predicted, times.verify_ms)
+        jump = self.verify.observe(times.tokens, predicted, times.verify_ms)
+        if jump and self._since_look >= LOOK_AGAIN:
+            self._since_look = 0
+            self._looks = [share for share in (NARROWER if jump > 0 else WIDER) for _ in range(LOOKS)]
         if times.drafted and times.draft_ms > 0:
             self._draft.observe(math.log(times.draft_ms / self.table.draft_ms(shape.batch, shape.mean_context)))
         if times.host_ms > 0:

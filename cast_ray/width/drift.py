@@ -22,10 +22,10 @@ PRIOR = 3.0
 # Relative noise below which no observation counts as far off, and the noise that is assumed at first.
 LEAST_SPREAD = 0.02
 FIRST_SPREAD = 0.1
-# What a region of token counts adds fades with each round elsewhere: nobody knows whether it still holds.
-FADE = 0.96
-# A region's own part leaks into the common level by so much a round.
-LEAK = 0.985
+# Trust in what a region of token counts took fades with each round elsewhere: nobody knows whether it still holds.
+FADE = 0.98
+# Rounds in which a region earns half of full trust.
+DOUBT = 0.5
 # A jump is at most a factor of e**4: a device asleep is no slow device.
 MOST = 4.0
 
@@ -43,8 +43,8 @@ class Level:
         self._spread = FIRST_SPREAD
         self._astray: list[float] = []
 
-    def observe(self, value: float) -> None:
-        """Take in one observation."""
+    def observe(self, value: float) -> bool:
+        """Take in one observation. True where the level jumped with it."""
         self.seen += 1
         off = value - self.value
         far = FAR * max(self._spread, LEAST_SPREAD)
@@ -58,53 +58,94 @@ class Level:
                 jump = sorted(self._astray)[len(self._astray) // 2] - self.value
                 self.value += min(max(jump, -MOST), MOST)
                 self._astray.clear()
-                return
+                return True
             off = math.copysign(far, off)
         step = max(STEP, 1.0 / (self.seen + PRIOR))
         self.value += step * off
         self._spread += step * (abs(off) - self._spread)
+        return False
+
+    def expects(self, value: float) -> bool:
+        """Whether an observation would be within the noise."""
+        return abs(value - self.value) <= FAR * max(self._spread, LEAST_SPREAD)
+
+
+class _Region(Level):
+    """The level of one region of token counts. It is trusted less and less while rounds run elsewhere, the more slowly
+    the more often it was found as it had been.
+
+    doubtful: the device has changed since rounds last ran here.
+    """
+
+    def __init__(self, value: float) -> None:
+        super().__init__(value)
+        self.doubtful = True
+        self._worth = 0.0  # `seen` when rounds last ran here
+        self._confirmed = 0
+
+    def observe(self, value: float) -> bool:
+        expected = self.expects(value)
+        if self.seen < 0.5 * self._worth:
+            self._confirmed = self._confirmed + 1 if expected else 0
+        jumped = super().observe(value)
+        self._worth = self.seen
+        if self.doubtful and (expected or jumped):
+            # It was as it had been, or it is known anew: in no case has the device just changed.
+            self.doubtful = jumped = False
+        return jumped
+
+    def rest(self) -> None:
+        """A round ran elsewhere."""
+        self.seen *= 1.0 - (1.0 - FADE) * 0.5**self._confirmed
+
+    @property
+    def trust(self) -> float:
+        """How far its own level is believed, 0..1."""
+        return self.seen / (self.seen + DOUBT)
 
 
 class Correction:
     """By what factor one kind of forward is slower than its table says, by packed tokens.
 
-    A level for all counts follows the device as a whole (heat, neighbours); on top of it each half octave of counts has
-    its own, which mends the table's shape where rounds really run. Between their middles it is interpolated, so that
-    the correction draws no steps of its own.
+    Each half octave of counts has its own level. Where rounds run now tells most of the device as a whole (heat,
+    neighbours): a region that has not been visited lately is believed to be off by as much. A jump is taken to be
+    everybody's, until a look at another region says otherwise. Between the middles of regions it is interpolated, so
+    that the correction draws no steps of its own.
     """
 
     def __init__(self) -> None:
-        self._all = Level()
-        self._regions: dict[int, Level] = {}
+        self._regions: dict[int, _Region] = {}
+        self._here: _Region | None = None
 
-    def observe(self, tokens: float, predicted_ms: float, measured_ms: float) -> None:
-        """Take in one forward; times that are no times are passed over."""
+    def observe(self, tokens: float, predicted_ms: float, measured_ms: float) -> float:
+        """Take in one forward; times that are no times are passed over. Where the device has changed, returns the
+        logarithm of by how much, else 0: what other token counts take is then anybody's guess."""
         if not (predicted_ms > 0 and measured_ms > 0):
-            return
-        off = math.log(measured_ms / predicted_ms)
-        region = self._regions.setdefault(round(2 * math.log2(max(tokens, 1.0))), Level())
-        for other in self._regions.values():
-            if other is not region:
-                other.seen *= FADE
-        self._all.observe(off - _settled(region))
-        region.observe(off - self._all.value)
-        # What one region alone says belongs to the device as a whole, unless others contradict it.
-        region.value *= LEAK
+            return 0.0
+        place = round(2 * math.log2(max(tokens, 1.0)))
+        if place not in self._regions:
+            self._regions[place] = _Region(math.log(self.overall))
+        here = self._regions[place]
+        others = [region for region in self._regions.values() if region is not here]
+        before = here.value
+        jumped = here.observe(math.log(measured_ms / predicted_ms))
+        for other in others:
+            other.rest()
+            if jumped:
+                other.value += here.value - before
+                other.doubtful = True
+        self._here = here
+        return here.value - before if jumped else 0.0
 
     def factor(self, tokens: Array) -> Array:
         """Measured over predicted ms at packed token counts of any shape, same shape."""
-        if not self._regions:
+        if self._here is None:
             return np.ones_like(tokens)
-        places = sorted(self._regions)
-        own = np.array([_settled(self._regions[place]) for place in places])
-        return np.exp(self._all.value + np.interp(2 * np.log2(np.maximum(tokens, 1.0)), places, own))
+        places, base = sorted(self._regions), self._here.value
+        levels = [base + region.trust * (region.value - base) for region in map(self._regions.__getitem__, places)]
+        return np.exp(np.interp(2 * np.log2(np.maximum(tokens, 1.0)), places, levels))
 
     @property
     def overall(self) -> float:
-        """The factor of the device as a whole."""
-        return math.exp(self._all.value)
-
-
-def _settled(region: Level) -> float:
-    """What a region adds, held back while it rests on few rounds."""
-    return region.value * region.seen / (region.seen + 1.0)
+        """The factor where rounds run now."""
+        return math.exp(self._here.value) if self._here is not None else 1.0

@@ -63,7 +63,12 @@ class JointWidth:
         ms, prices = self.cost.drafted_ms(shape)[: masses.size + 1], self.cost.prices(shape)
         rate = self.gate.outlook(shape).rate
         choice = merge(masses[None], counts[None], prices, ms, rate)
-        if self.gate.probing or not self.gate.settled or self._rounds["drafted"] % LEARN_EVERY == 0:
+        look = self.cost.look()
+        if look is not None:
+            nodes = int(look * max(1, choice.nodes[0]))
+            bound = {"most": nodes} if look < 1 else {"least": nodes}
+            choice = merge(masses[None], counts[None], prices, ms, rate, **bound)
+        elif self.gate.probing or not self.gate.settled or self._rounds["drafted"] % LEARN_EVERY == 0:
             most_ms = ms[choice.nodes[0]] + LEARNING_SHARE * self.cost.plain_ms(shape)
             least = max(1, int(np.flatnonzero(ms <= most_ms)[-1]))
             choice = merge(masses[None], counts[None], prices, ms, rate, least)

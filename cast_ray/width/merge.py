@@ -27,14 +27,22 @@ class Choice:
     nodes: NDArray[np.int64]
 
 
-def merge(masses: Array, counts: NDArray[np.int64], prices: Array, ms: Array, rate: float, least: int = 0) -> Choice:
+def merge(
+    masses: Array,
+    counts: NDArray[np.int64],
+    prices: Array,
+    ms: Array,
+    rate: float,
+    least: int = 0,
+    most: int | None = None,
+) -> Choice:
     """The widths that maximise `sum of masses - rate * time` in each of G rounds, looked at for every total M.
 
     masses: [G, B, N], what each node is expected to bring, by rank.
     counts: [G, B], nodes that there are; what lies behind them is padding.
     prices: [B] ms that one node of a request costs more (or less) than one of the others.
     ms: [B * N + 1], time of a round in which M candidates are verified in all. Of any shape: steps, dips, cliffs.
-    rate: tokens that a ms is worth. least: verify at least so many candidates, where there are so many.
+    rate: tokens that a ms is worth. least, most: verify at least (where there are so many), at most so many candidates.
 
     A request's nodes are taken in their order, so its slice stays closed under parents. Where a node outweighs one of
     its own request before it, it waits for that one: the order is by the running minimum, the gain by its own mass.
@@ -50,6 +58,8 @@ def merge(masses: Array, counts: NDArray[np.int64], prices: Array, ms: Array, ra
     net -= rate * ms
     forced = np.minimum(least, counts.sum(axis=1))
     net[np.arange(batch * nodes + 1) < forced[:, None]] = -np.inf
+    if most is not None:
+        net[:, most + 1 :] = -np.inf
     # The first of equals: the narrower tree.
     best = net.argmax(axis=1)
 

@@ -72,3 +72,24 @@ def test_times_that_are_no_times_are_passed_over() -> None:
     correction.observe(16, 0.0, 5.0)
     correction.observe(16, 5.0, 0.0)
     assert correction.factor(np.array([16.0])).tolist() == [1.0]
+
+
+def test_what_was_found_true_again_is_remembered_longer() -> None:
+    """Narrow rounds are fast, wide ones four times slower than the table has them: how long is that known?"""
+
+    def forgotten_after(correction: Correction) -> int:
+        for rounds in range(1000):
+            correction.observe(4, 1.0, 1.0)
+            if correction.factor(np.array([64.0]))[0] < 1.5:
+                return rounds
+        return 1000
+
+    correction = Correction()
+    lasted = []
+    for _ in range(3):
+        for _ in range(6):
+            correction.observe(4, 1.0, 1.0)
+        for _ in range(6):
+            correction.observe(64, 1.0, 4.0)
+        lasted.append(forgotten_after(correction))
+    assert lasted[0] < lasted[1] < lasted[2]
