@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cast_ray.config import BatchConfig, EngineConfig
     from cast_ray.engine.engine import Engine
     from cast_ray.request import Completion, RequestStats, SamplingParams
+    from cast_ray.serve.app import build_app
 
 # OpenMP threads spin for each other at the end of every parallel loop. On a core that another process needs too, the
 # one spun for does not run, and a forward takes tens of times as long. A short spin, then sleep, costs nothing on a
@@ -20,7 +21,16 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __version__ = "0.1.0"
-__all__ = ["BatchConfig", "Completion", "Engine", "EngineConfig", "RequestStats", "SamplingParams", "build_pipeline"]
+__all__ = [
+    "BatchConfig",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "RequestStats",
+    "SamplingParams",
+    "build_app",
+    "build_pipeline",
+]
 
 _HOME = {
     "BatchConfig": "cast_ray.config",
@@ -29,6 +39,7 @@ _HOME = {
     "EngineConfig": "cast_ray.config",
     "RequestStats": "cast_ray.request",
     "SamplingParams": "cast_ray.request",
+    "build_app": "cast_ray.serve.app",
     "build_pipeline": "cast_ray.batch.pipeline",
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from cast_ray.commands.calibrate import calibrate
+from cast_ray.commands.check import check
 from cast_ray.commands.check_drafter import check_drafter
 from cast_ray.commands.explain import explain
 from cast_ray.commands.generate import generate
@@ -28,6 +29,7 @@ app.command()(serve)
 app.command()(calibrate)
 app.command()(sweep)
 app.command()(explain)
+app.command()(check)
 app.command()(check_drafter)
 app.command()(train_drafter)
 

@@ -33,10 +33,11 @@ from cast_ray.batch.output import (
 )
 from cast_ray.batch.parts import Parts
 from cast_ray.batch.requests import RequestMaker, RequestSettings
-from cast_ray.batch.session import plain_errors, quiet_ray_data, ray_cluster
+from cast_ray.batch.session import plain_errors, quiet_ray_data
 from cast_ray.batch.storage import Storage
 from cast_ray.batch.writer import ErrorLimits, PartWriter
 from cast_ray.pool.actor import EngineFactory, default_engine
+from cast_ray.pool.cluster import ray_cluster
 from cast_ray.stats.page import render_html
 from cast_ray.stats.report import JobTimes, summarise
 

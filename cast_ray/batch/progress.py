@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -61,7 +62,9 @@ class Tally:
 
 
 def start_tally() -> Any:
-    return ray.remote(Tally).options(num_cpus=0).remote()
+    """A tally on the driver's node, so that it is not lost with another one."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    return ray.remote(Tally).options(num_cpus=0, scheduling_strategy=here).remote()
 
 
 class StallWatch:

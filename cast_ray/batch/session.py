@@ -1,36 +1,14 @@
-"""The Ray of a job: a connection for as long as it runs, quiet, and with plain errors."""
+"""Ray Data as a job has it: quiet, and with plain errors."""
 
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from cast_ray.errors import EngineError
-
-
-@contextmanager
-def ray_cluster() -> Iterator[None]:
-    """A connection to a cluster, ended again if it was made here."""
-    import ray
-
-    if ray.is_initialized():
-        yield
-        return
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    else:
-        # Ray gives its workers low priority (15), and engines would starve beside any ordinary work.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        # "local", or Ray would join whatever cluster it finds on this machine.
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 @contextmanager

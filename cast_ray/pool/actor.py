@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from cast_ray.config import EngineConfig
-from cast_ray.errors import EngineError, RequestError
+from cast_ray.errors import EngineError, QueueFullError, RequestError
 from cast_ray.pool.rows import RowAnswer, RowRequest
 from cast_ray.request import Completion, Prompt, SamplingParams
 from cast_ray.stats.counters import RowCounters
@@ -36,6 +36,9 @@ class EngineLike(Protocol):
 
 # From the death of an engine to the end of its process: time for the calls aboard to fail with the reason.
 FAREWELL_S = 0.2
+
+# A row that finds the engine's queue full waits so long, then twice as long, up to the last.
+QUEUE_PAUSES_S = (0.02, 1.0)
 
 # Longest wait for the engine's statistics when only its pulse is asked for.
 PULSE_S = 1.0
@@ -109,7 +112,7 @@ class EngineActor:
         # Numbered, because a row that is tried again may still be in the engine.
         request_id = f"{row.row_id}#{next(self._requests)}"
         try:
-            completion = await self._engine.generate(row.prompt, row.params, request_id=request_id)
+            completion = await self._generate(self._engine, row, request_id)
             if self._metrics is not None and completion.token_ids:
                 self._metrics.observe_first_token(completion.stats.time_to_first_token_ms / 1000)
             return RowAnswer.of(completion)
@@ -121,6 +124,16 @@ class EngineActor:
                 raise EngineError(f"the engine of {self._name} died ({type(error).__name__}: {error})") from None
             # Whatever one row provokes, for example in a chat template, must not harm its neighbours.
             return RowAnswer.failed(type(error).__name__, error)
+
+    async def _generate(self, engine: EngineLike, row: RowRequest, request_id: str) -> Completion:
+        """The engine's answer. A full queue is no fault of the row: it is sent again until there is room."""
+        pause, longest = QUEUE_PAUSES_S
+        while True:
+            try:
+                return await engine.generate(row.prompt, row.params, request_id=request_id)
+            except QueueFullError:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, longest)
 
     def _end_process(self) -> None:
         """A dead engine may leave its device in any state, so Ray is to start a new process. The calls that wait for

@@ -35,6 +35,9 @@ class RowAnswer:
 
     @classmethod
     def of(cls, completion: Completion) -> RowAnswer:
+        """The row's answer; an error where the engine had to end the request before its end."""
+        if completion.finish_reason == "error":
+            return cls.failed("GenerationError", completion.stop_reason or "the engine ended the request")
         return cls(
             text=completion.text,
             finish_reason=completion.finish_reason,

@@ -19,7 +19,7 @@ FLOORS = [
     {"calibration"},
     {"models", "drafters"},
     {"trees", "width", "sampling"},
-    {"request", "config", "errors"},
+    {"request", "spellings", "fields", "config", "errors"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
