@@ -224,6 +224,8 @@ class BatchConfig(Settings):
         if own := sorted({"max_tokens", "temperature", "seed", "n"}.intersection(self.sampling)):
             problem = f"holds {', '.join(own)}, which have settings of their own"
             raise ConfigError(describe("sampling", self.sampling, problem, "Move them there"))
+        if self.choice_probabilities and not self.choices:
+            raise ConfigError(describe("choice_probabilities", True, "has no labels", "Give them with choices"))
         if self.choice_probabilities and self.n > 1:
             problem = "has no meaning for several samples"
             raise ConfigError(describe("choice_probabilities", True, problem, "Leave out n"))
@@ -258,6 +260,9 @@ class ServeLimits(Settings):
 
     body_bytes: int = Field(4 * 2**20, ge=1024, description="bytes of a request's body")
     file_bytes: int = Field(256 * 2**20, ge=1024, description="bytes of an uploaded file")
+    storage_bytes: int = Field(4 * 2**30, ge=1024, description="bytes of files that one key may keep, answers included")
+    files: int = Field(10_000, ge=1, description="files that one key may keep, answers included")
+    batches: int = Field(100, ge=1, description="batches of one key that are not done")
     batch_rows: int = Field(50_000, ge=1, description="requests of one batch file")
     prompts: int = Field(64, ge=1, description="prompts of one completion request")
     n: int = Field(16, ge=1, le=128, description="samples of one prompt")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 from cast_ray.drafters.checkpoint import DFlashConfig, read_config
 from cast_ray.drafters.dflash import DFlashModel
-from cast_ray.sampling.keyed import perturbed_scores
-
-TIE = 1e-4  # the two best scores closer than this: either token is right in fp32
-TIES_PER_TOKEN = 1 / 5000
+from cast_ray.stats import comparison
+from cast_ray.stats.comparison import reference_greedy as reference_greedy
 
 
 def save_tiny_model(folder: Path, config: Any, seed: int = 0, spread: float = 1.0) -> Path:
@@ -87,28 +84,9 @@ def dflash2_block(**changes: Any) -> dict[str, Any]:
     return {**block, **parts, **changes}
 
 
-def reference_greedy(model: Any, prompt: list[int], max_tokens: int, eos: Sequence[int] = ()) -> list[int]:
-    """Hugging Face's own greedy output: new tokens only."""
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=max_tokens,
-        eos_token_id=list(eos) or None,
-        pad_token_id=0,
-    )
-    return out[0, len(prompt) :].tolist()
+class Comparison(comparison.Comparison):
+    """The package's own, that fails where tokens part without a tie, or ties abound."""
 
-
-class Comparison:
-    """Counts tokens and ties over many comparisons; `check` fails where tokens part without a tie, or ties abound."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.ties = 0
-
-    @torch.inference_mode()
     def same(
         self,
         model: Any,
@@ -119,27 +97,13 @@ class Comparison:
         seed: int = 0,
     ) -> None:
         """Token identity, except from a place on where the reference's two best scores lie within TIE."""
-        parted = next((i for i, (a, b) in enumerate(zip(ours, reference, strict=False)) if a != b), None)
-        if parted is None:
-            assert len(ours) == len(reference), f"{len(ours)} tokens, the reference has {len(reference)}"
-            self.tokens += len(ours)
-            return
-        self.tokens += parted + 1
-        prefix = torch.tensor([prompt + reference[:parted]])
-        logits = model(prefix).logits[0, -1:]
-        scores = perturbed_scores(
-            logits, torch.tensor([temperature]), torch.tensor([seed]), torch.tensor([prefix.shape[1]])
-        )
-        best, contenders = scores[0].topk(2)
-        gap = float(best[0] - best[1])
-        assert {ours[parted], reference[parted]} == set(contenders.tolist()), "neither token is among the two best"
-        assert gap < TIE, f"token {parted}: {ours[parted]} instead of {reference[parted]}, scores {gap:.2e} apart"
-        self.ties += 1
+        self.add(model, prompt, ours, reference, temperature, seed)
+        assert not self.differences, self.differences[-1]
 
     def check(self) -> None:
         """At most one tie in 5,000 tokens, and one by chance."""
         assert self.tokens > 0
-        assert self.ties <= 1 + self.tokens * TIES_PER_TOKEN, f"{self.ties} near-ties in {self.tokens} tokens"
+        assert self.holds, f"{self.ties} near-ties in {self.tokens} tokens"
 
 
 # A tiny model's shape, with so few tokens that a tree often holds the right one.

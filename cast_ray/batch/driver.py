@@ -5,7 +5,9 @@ What can be found wrong beforehand is found before any engine starts and before 
 
 from __future__ import annotations
 
+import threading
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +35,7 @@ from cast_ray.batch.output import (
 )
 from cast_ray.batch.parts import Parts
 from cast_ray.batch.requests import RequestMaker, RequestSettings
-from cast_ray.batch.session import plain_errors, quiet_ray_data
+from cast_ray.batch.session import check_cluster, plain_errors, quiet_ray_data
 from cast_ray.batch.storage import Storage
 from cast_ray.batch.writer import ErrorLimits, PartWriter
 from cast_ray.pool.actor import EngineFactory, default_engine
@@ -66,6 +68,17 @@ class _Job:
         return Parts(place, kind, self.whole.id_column, mixed)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What one run did: its rows, `stats()` of its engines at the end, its times, tokens of its answers, its course."""
+
+    rows: int
+    actors: dict[str, dict[str, Any]]
+    times: JobTimes
+    tokens: int
+    timeline: dict[str, Any]
+
+
 def run_job(
     config: JobConfig, engine_factory: EngineFactory = default_engine, console: Console | None = None
 ) -> dict[str, Any]:
@@ -92,6 +105,7 @@ def run_job(
         left = job.plan.rows - _done_of(job, done)
         if left <= 0:
             return _finish(job, manifest, console)
+        check_cluster(job.config)
         with ray_cluster():
             return _generate(job, manifest, done, left, engine_factory, console)
 
@@ -167,7 +181,8 @@ def _generate(
     console.print(
         f"{plan.rows} rows in {len(plan.files)} {plan.format} file(s){already}; starting engines", highlight=False
     )
-    with quiet_ray_data(), _engines(config, factory) as pool:
+    with quiet_ray_data(), ExitStack() as stack:
+        pool = stack.enter_context(_engines(config, factory))
         for name, cause in pool.failed.items():
             console.print(f"{name} did not start and is left out: {cause}", highlight=False, soft_wrap=True)
         for warning in pool.warnings:
@@ -181,13 +196,20 @@ def _generate(
         writer = PartWriter(job.parts())
         try:
             with progress, plain_errors(tally):
-                progress.run(lambda: _write(answered, writer, _limits(job, done)))
-        finally:
+                progress.run(lambda: _write(answered, writer, _limits(job, done), progress.stopped))
+        except BaseException:
             writer.close()
+            # Once at its next block, else when it has no engines any more.
+            progress.leave()
+            stack.close()
+            progress.leave()
+            raise
+        writer.close()
         finished = time.monotonic()
         actors = pool.stats()
     times = JobTimes(started - job.began, finished - started, finished - job.began)
-    return _finish(job, manifest, console, actors, times, left, progress.timeline.to_dict())
+    run = _Run(left, actors, times, progress.tokens, progress.timeline.to_dict())
+    return _finish(job, manifest, console, run)
 
 
 def _engines(config: JobConfig, factory: EngineFactory) -> Any:
@@ -211,10 +233,12 @@ def _limits(job: _Job, done: Digests) -> ErrorLimits:
     return ErrorLimits(config.on_error, config.max_error_rate, names, len(done), failed)
 
 
-def _write(answered: Any, writer: PartWriter, limits: ErrorLimits) -> None:
-    """Every block as soon as it is there. Written here and by nothing else: a task of Ray's may run twice."""
+def _write(answered: Any, writer: PartWriter, limits: ErrorLimits, stopped: threading.Event) -> None:
+    """Every block as soon as it is there, until `stopped`. Nothing else writes: a task of Ray's may run twice."""
     blocks = answered.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
     for block in blocks:
+        if stopped.is_set():
+            return
         if not len(block):
             continue
         block, end = limits.passed(block)
@@ -229,12 +253,9 @@ def _finish(
     job: _Job,
     manifest: Manifest,
     console: Console,
-    actors: dict[str, dict[str, Any]] | None = None,
-    times: JobTimes | None = None,
-    rows: int = 0,
-    timeline: dict[str, Any] | None = None,
+    run: _Run | None = None,
 ) -> dict[str, Any]:
-    """Count what is there, write what is made of it, and return the summary. rows: those of this run."""
+    """Count what is there, write what is made of it, and return the summary. run: None where nothing was left."""
     output, id_column = job.output, job.whole.id_column
     assert output is not None
     parts = job.parts()
@@ -248,28 +269,28 @@ def _finish(
         write_openai(output, parts, id_column, manifest.created)
     else:
         write_errors(output, parts, id_column, job.whole.user_column)
-    if times is None:
+    if run is None:
         console.print(f"nothing left to do: all {job.plan.rows} rows are in {output.shown}", highlight=False)
         elapsed = time.monotonic() - job.began
-        times = JobTimes(elapsed, 0.0, elapsed)
-    summary = summarise(vars(counts), actors or {}, times, job.config.model_dump(mode="json"), timeline) | _of_this_run(
-        job, counts, times, rows, actors or {}
-    )
+        run = _Run(0, {}, JobTimes(elapsed, 0.0, elapsed), 0, {})
+    settings = job.config.model_dump(mode="json")
+    summary = summarise(vars(counts), run.actors, run.times, settings, run.timeline) | _of_this_run(job, counts, run)
     write_json(output, SUMMARY_FILE, summary)
     output.write(REPORT_FILE, render_html(summary).encode())
     return summary
 
 
-def _of_this_run(
-    job: _Job, counts: OutputCounts, times: JobTimes, rows: int, actors: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
+def _of_this_run(job: _Job, counts: OutputCounts, run: _Run) -> dict[str, Any]:
     """rows_now: those answered by this run. projected_s: what the rows not there yet would take at its rate."""
-    tokens = sum((about.get("engine") or {}).get("tokens_generated", 0) for about in actors.values())
+    # Equal rows may share their answer, so an own engine's count is the better one; others' engines did more than this.
+    engines = sum((about.get("engine") or {}).get("tokens_generated", 0) for about in run.actors.values())
+    tokens = run.tokens if job.config.attach is not None else engines
     left = job.whole.rows - counts.rows
-    per_row = times.generate_s / rows if rows else None
+    seconds = run.times.generate_s
+    per_row = seconds / run.rows if run.rows else None
     return {
-        "rows_now": rows,
+        "rows_now": run.rows,
         "rows_left": left,
-        "projected_s": left * per_row + times.start_s if per_row is not None and left else None,
-        "tokens_per_s": tokens / times.generate_s if times.generate_s > 0 else None,
+        "projected_s": left * per_row + run.times.start_s if per_row is not None and left else None,
+        "tokens_per_s": tokens / seconds if seconds > 0 else None,
     }

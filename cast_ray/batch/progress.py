@@ -26,6 +26,8 @@ LINE_EVERY_S = 5.0
 BAR_EVERY_S = 0.5
 # Rates shown are of this long a time back.
 RECENT_S = 30.0
+# Longest wait for the end of a job that was interrupted.
+LEAVE_S = 5.0
 _MOST_WIDTHS = 8
 
 Result = TypeVar("Result")
@@ -102,12 +104,14 @@ class JobProgress:
         self._pool = pool
         self._console = console
         self._watch = StallWatch(total, stall_timeout_s)
-        self._counts: dict[str, Any] = {"arrived": 0, "rows": 0, "errors": 0}
+        self._counts: dict[str, Any] = {"arrived": 0, "rows": 0, "errors": 0, "tokens": 0}
         self._steps: dict[str, int] = {}
         self._ready = 0
         self._stalled: EngineError | None = None
         self._over = threading.Event()
         self._done = threading.Event()
+        self._work: threading.Thread | None = None
+        self.stopped = threading.Event()
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="cast-ray-progress", daemon=True)
 
@@ -121,9 +125,14 @@ class JobProgress:
         if self._stalled is None:
             self._look()
 
+    @property
+    def tokens(self) -> int:
+        """Of the answers so far, as last seen."""
+        return int(self._counts["tokens"])
+
     def run(self, work: Callable[[], Result]) -> Result:
         """The result of `work`, or EngineError as soon as the job stalls. What hangs cannot be called off, so it is
-        left behind in a thread that does not keep the process alive."""
+        left behind in a thread that does not keep the process alive; see `leave`."""
         future: Future[Result] = Future()
 
         def call() -> None:
@@ -133,11 +142,19 @@ class JobProgress:
                 future.set_exception(error)
             self._over.set()
 
-        threading.Thread(target=call, name="cast-ray-job", daemon=True).start()
+        self._work = threading.Thread(target=call, name="cast-ray-job", daemon=True)
+        self._work.start()
         self._over.wait()
         if self._stalled is not None and not future.done():
             raise self._stalled
         return future.result()
+
+    def leave(self) -> None:
+        """Wait a while for work that was interrupted; it ends at its next block, where it looks at `stopped`, or after
+        the engines have ended. What still ran without the cluster would connect to another one."""
+        self.stopped.set()
+        if self._work is not None:
+            self._work.join(timeout=LEAVE_S)
 
     def _run(self) -> None:
         if not self._console.is_terminal:

@@ -1,14 +1,26 @@
-"""Ray Data as a job has it: quiet, and with plain errors."""
+"""Ray and Ray Data as a job has them: the right cluster, quiet, and with plain errors."""
 
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cast_ray.errors import EngineError
+from cast_ray.batch.job import JobConfig
+from cast_ray.errors import ConfigError, EngineError, describe
+
+
+def check_cluster(config: JobConfig) -> None:
+    """An application runs on a cluster that is there: on one of the job's own it would be looked for in vain."""
+    import ray
+
+    if config.attach is not None and not os.environ.get("RAY_ADDRESS") and not ray.is_initialized():
+        problem = "the application's cluster is not named"
+        remedy = "Set RAY_ADDRESS to the cluster that it runs on (RAY_ADDRESS=auto finds one on this machine)"
+        raise ConfigError(describe("attach", config.attach, problem, remedy))
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class RowTemplate:
             self._template = _ENVIRONMENT.from_string(source)
         except jinja2.TemplateError as error:
             line = getattr(error, "lineno", None)
-            problem = f"is no Jinja template ({error}{f' in line {line}' if line else ''})"
+            problem = f"is no Jinja template ({str(error).rstrip('.')}{f', line {line}' if line else ''})"
             raise ConfigError(describe(field, source, problem, 'Write as in "Summarise: {{ text }}"')) from None
         self.columns = [name for name in self.columns if name not in _ENVIRONMENT.globals]
 

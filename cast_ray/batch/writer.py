@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -24,7 +25,10 @@ _RATE_FROM = 100
 
 
 class PartWriter:
-    """Gathers blocks into parts. What is gathered is lost when the process is killed, and done again."""
+    """Gathers blocks into parts. What is gathered is lost when the process is killed, and done again.
+
+    One thread adds and another may close.
+    """
 
     def __init__(self, parts: Parts, clock: Callable[[], float] = time.monotonic) -> None:
         self._parts = parts
@@ -34,28 +38,32 @@ class PartWriter:
         self._rows = 0
         self._bytes = 0
         self._open = True
+        self._lock = threading.RLock()
 
     def add(self, table: pa.Table) -> None:
         if not len(table):
             return
         now = self._clock()
-        self._held.append(table)
-        self._rows += len(table)
-        self._bytes += table.nbytes
-        wait = min(_LONGEST_WAIT_S, max(PART_SECONDS, _SHARE_OF_TIME * (now - self._began)))
-        if self._rows >= PART_ROWS or self._bytes >= PART_BYTES or now - self._written >= wait:
-            self.flush()
+        with self._lock:
+            self._held.append(table)
+            self._rows += len(table)
+            self._bytes += table.nbytes
+            wait = min(_LONGEST_WAIT_S, max(PART_SECONDS, _SHARE_OF_TIME * (now - self._began)))
+            if self._rows >= PART_ROWS or self._bytes >= PART_BYTES or now - self._written >= wait:
+                self.flush()
 
     def flush(self) -> None:
         """Write what is held; nothing after `close`."""
-        if self._held and self._open:
-            self._parts.append(pa.concat_tables(self._held))
-        self._held, self._rows, self._bytes, self._written = [], 0, 0, self._clock()
+        with self._lock:
+            if self._held and self._open:
+                self._parts.append(pa.concat_tables(self._held))
+            self._held, self._rows, self._bytes, self._written = [], 0, 0, self._clock()
 
     def close(self) -> None:
         """The last flush. What a thread that was left behind still adds is not written."""
-        self.flush()
-        self._open = False
+        with self._lock:
+            self.flush()
+            self._open = False
 
 
 class ErrorLimits:

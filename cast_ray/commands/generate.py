@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,8 @@ from cast_ray.errors import ConfigError, describe
 
 # Columns of the report where there is no terminal to ask.
 REPORT_WIDTH = 120
+# As of a shell's command that SIGINT ended.
+EXIT_INTERRUPTED = 130
 
 
 def generate(
@@ -140,7 +143,11 @@ def generate(
     from cast_ray.batch.driver import run_job
     from cast_ray.stats.report import render
 
-    summary = run_job(settings)
+    try:
+        summary = run_job(settings)
+    except KeyboardInterrupt:
+        print("stopped. What is answered is kept; the same command goes on with the rest", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     if settings.dry_run:
         return
     # In a log the table is not to be squeezed into the 80 columns that are assumed there.

@@ -58,13 +58,15 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        traced: bool = False,
     ) -> AsyncGenerator[Delta, None]:
         """The tokens and text of one prompt as they come; the last delta has the completion. Errors as in `generate`.
 
         A consumer that is slower than the engine gets fewer, larger deltas. Closing the generator, or cancelling the
         task that iterates, aborts the request within a round. priority: lower numbers go first.
+        traced: deltas show what their rounds did, which costs a little for this request alone.
         """
-        with self._opened(prompt, params, request_id, priority, every_delta=True) as stream:
+        with self._opened(prompt, params, request_id, priority, every_delta=True, traced=traced) as stream:
             while not stream.ended:
                 yield await stream.next()
 
@@ -102,11 +104,18 @@ class AsyncEngine:
 
     @contextmanager
     def _opened(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, priority: int, *, every_delta: bool
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        *,
+        every_delta: bool,
+        traced: bool = False,
     ) -> Iterator[Stream]:
         """A submitted request's stream; the request is aborted when its consumer leaves before the end."""
         stream = Stream(request_id or f"request-{next(self._names)}", every_delta)
-        self._post(lambda: self._start(stream, prompt, params, priority), stream.fail)
+        self._post(lambda: self._start(stream, prompt, params, priority, traced), stream.fail)
         try:
             yield stream
         finally:
@@ -128,9 +137,13 @@ class AsyncEngine:
                 return
         raise self._error()
 
-    def _start(self, stream: Stream, prompt: Prompt, params: SamplingParams | None, priority: int) -> None:
+    def _start(
+        self, stream: Stream, prompt: Prompt, params: SamplingParams | None, priority: int, traced: bool
+    ) -> None:
         try:
-            self._engine.submit(stream.request_id, prompt, params, priority=priority, stream=stream.every_delta)
+            self._engine.submit(
+                stream.request_id, prompt, params, priority=priority, stream=stream.every_delta, traced=traced
+            )
         except Exception as error:  # whatever one request provokes is its own
             stream.fail(error)
             return
@@ -155,7 +168,7 @@ class AsyncEngine:
         woken = []
         for event in events:
             stream = self._streams[event.request_id]
-            if stream.add(event.token_ids, event.text, event.completion):
+            if stream.add(event.token_ids, event.text, event.completion, event.trace):
                 woken.append(stream)
             if event.completion is not None:
                 del self._streams[event.request_id]

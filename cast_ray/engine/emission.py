@@ -5,7 +5,7 @@ Made anew each round from the requests' own state. A round in which nobody asks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -25,7 +25,12 @@ from cast_ray.trees.tree import CandidateTree
 
 
 class Emission:
-    """See the module. seeds: `[B]` int64; temperatures: `[B]` float32, None when all requests are greedy."""
+    """See the module.
+
+    seeds: `[B]` int64. temperatures: `[B]` float32, None when all requests are greedy.
+    draftable: whether a drafter can help any of them. foreign: `[B]` bool, requests whose candidates are not a
+    drafter's alone and say nothing of it; None for none.
+    """
 
     def __init__(self, requests: Sequence[Request], vocab_size: int, device: torch.device) -> None:
         self.seeds = torch.tensor([r.seed for r in requests], device=device)
@@ -38,6 +43,8 @@ class Emission:
             b: state.grammar for b, state in self._asking.items() if state.grammar is not None
         }
         self._trees: dict[int, Nodes] = {}
+        self.draftable = len(self._grammars) < len(requests) or any(g.drafts_help for g in self._grammars.values())
+        self.foreign = self._marked(self._grammars) if self._grammars else None
         self._rules: dict[int, Rules] = {}
         for b, state in self._asking.items():
             rules = state.rules(requests[b].tokens, vocab_size, device)
@@ -130,11 +137,12 @@ class Emission:
 
     def _changed(self) -> Tensor | None:
         """Requests whose logits are not the target's own: `[B]` bool; None for none."""
-        those = list(self._rules.keys() | self._grammars.keys())
-        if not those:
-            return None
-        changed = torch.zeros(self.seeds.shape[0], dtype=torch.bool, device=self._device)
-        return changed.index_fill_(0, torch.tensor(those, device=self._device), True)
+        those = self._rules.keys() | self._grammars.keys()
+        return self._marked(those) if those else None
+
+    def _marked(self, requests: Iterable[int]) -> Tensor:
+        marks = torch.zeros(self.seeds.shape[0], dtype=torch.bool, device=self._device)
+        return marks.index_fill_(0, torch.tensor(list(requests), device=self._device), True)
 
     def _least(self, b: int, nodes: Nodes) -> int:
         if self._asking[b].label_tree is not None:

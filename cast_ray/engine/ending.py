@@ -12,11 +12,15 @@ from cast_ray.engine.sequence import Ending, Sequence
 def take(sequence: Sequence, tokens: list[int]) -> list[int]:
     """Append to the sequence what it keeps of a round's tokens, and return that; sets `ending` where it ends.
 
+    Where only one end is left, such as the rest of a label, it is appended at once; the cache does not hold it.
     The text of a sequence that keeps one grows into `fresh`.
     """
     kept, ending = _cut(sequence, tokens)
     if sequence.emitting is not None:
         count = sequence.emitting.commit(kept)
+        if ending is None and count == len(kept) and (rest := sequence.emitting.certain_end()):
+            kept, ending = _cut(sequence, kept + rest)
+            count += sequence.emitting.commit(kept[count:])
         if count < len(kept) or sequence.emitting.finished:
             kept = kept[:count]
             # The end token may have come as well, and is then the last.

@@ -11,19 +11,20 @@ from typing import Any
 
 import torch
 
-from cast_ray.calibration.profile import device_name
 from cast_ray.config import EngineConfig
 from cast_ray.drafters.base import Drafter
 from cast_ray.engine.ending import take
 from cast_ray.engine.health import DrafterHealth
 from cast_ray.engine.output import complete, echo, output_text
 from cast_ray.engine.prompts import pair_params, render
+from cast_ray.engine.report import report
 from cast_ray.engine.round import RoundRunner
 from cast_ray.engine.samples import Samples, sample_params
 from cast_ray.engine.scheduler import Scheduler
 from cast_ray.engine.sequence import Ending, Sequence
 from cast_ray.engine.setup import build
 from cast_ray.engine.totals import Totals
+from cast_ray.engine.trace import RoundTrace
 from cast_ray.errors import QueueFullError, RequestError, describe
 from cast_ray.models.pages import PagePool
 from cast_ray.request import Completion, Prompt, SamplingParams
@@ -40,7 +41,7 @@ class Event:
     """What a step did for one request: the tokens that it gained, and its completion where it ended.
 
     text: what a streaming request may show more than before; always empty for others. index: of its `n` samples; the
-    completion comes with the event of the last of them.
+    completion comes with the event of the last of them. trace: what the round did, for a request that asks to see it.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class Event:
     completion: Completion | None = None
     text: str = ""
     index: int = 0
+    trace: RoundTrace | None = None
 
 
 class Engine:
@@ -75,6 +77,7 @@ class Engine:
             parts.max_context,
             parts.scratch,
             parts.device,
+            most_scratch=parts.tree_places,
             share_prefixes=self.config.prefix_cache,
         )
         watched = self.config.watch_drafter and parts.drafter is not None
@@ -134,10 +137,12 @@ class Engine:
         *,
         priority: int = 0,
         stream: bool = False,
+        traced: bool = False,
     ) -> None:
         """Queue a request. RequestError when it can never run, QueueFullError when too many wait already.
 
-        priority: lower numbers go first, then who came first. stream: its events carry text.
+        priority: lower numbers go first, then who came first. stream: its events carry text. traced: and each
+        the round's tree.
         """
         params = params or SamplingParams()
         if self._scheduler.find(request_id) is not None or request_id in self._samples:
@@ -159,7 +164,7 @@ class Engine:
         if params.n > 1:
             self._samples[request_id] = samples
         for index, sequence in enumerate(sequences):
-            sequence.priority, sequence.index = priority, index
+            sequence.priority, sequence.index, sequence.traced = priority, index, traced
             sequence.samples = samples if params.n > 1 else None
             self._scheduler.add(sequence)
 
@@ -206,42 +211,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Totals, the width policy's report and the latency curve, as plain values."""
-        parts, totals = self._parts, self.totals
-        rounds = totals.request_rounds
-        return {
-            "target": parts.loaded.name,
-            "drafter": parts.drafter_name,
-            "device": {
-                "name": device_name(parts.device),
-                "dtype": str(parts.target.dtype).removeprefix("torch."),
-                "threads": torch.get_num_threads(),
-            },
-            "requests_finished": totals.requests_finished,
-            "finish_reasons": dict(totals.finish_reasons),
-            "input_tokens": totals.input_tokens,
-            "tokens_generated": totals.tokens_generated,
-            "steps": totals.steps,
-            "rounds": rounds,
-            "mean_round_length": totals.tokens_committed / rounds if rounds else 0.0,
-            "nodes_verified": totals.nodes_verified,
-            "mean_nodes": totals.nodes_verified / rounds if rounds else 0.0,
-            "draft_ms": totals.draft_ms,
-            "verify_ms": totals.verify_ms,
-            "host_ms": sum(totals.host.values()),
-            "host": dict(totals.host),
-            "prefill_ms": totals.prefill_ms,
-            "target_tokens": totals.target_tokens,
-            "width": self.policy.report(),
-            "drafter_health": self.health.report() if self.health else None,
-            "latency": parts.latency.to_dict() if parts.latency else None,
-            "running": len(self._scheduler.running),
-            "waiting": len(self._scheduler.waiting),
-            "preemptions": self._scheduler.preemptions,
-            "kv_pages_free": self._scheduler.pool.num_available,
-            "kv_pages_cached": self._scheduler.pool.num_idle,
-            "kv_pages": parts.num_pages,
-            "prefix_tokens_reused": self._scheduler.prefixes.tokens_reused,
-        }
+        return report(self._parts, self.totals, self._scheduler, self.policy, self.health)
 
     def use_policy(
         self, policy: WidthPolicy, drafter: Drafter | None = None, health: DrafterHealth | None = None
@@ -285,16 +255,22 @@ class Engine:
         end = min(len(tokens) + params.max_tokens, self.max_context)
         emitting = self._emitting.make(params, len(tokens), sorted(stop))
         sequence = Sequence(request_id, tokens, len(tokens), params, seed, stop, end, emitting=emitting)
+        sequence.scratch = self._scratch(params)
         if stream or params.stop:
             sequence.text = output_text(self.tokenizer, params)
         if stream:
             sequence.streams, sequence.fresh = True, echo(self.tokenizer, sequence)
         return sequence
 
+    def _scratch(self, params: SamplingParams) -> int:
+        """Places that the request itself asks for: what a grammar foresees is verified as a tree at every width."""
+        return self._parts.tree_places if params.structured else 0
+
     def _event(self, sequence: Sequence, kept: list[int]) -> Event:
         completion = self._finish(sequence, sequence.ending) if sequence.ending is not None else None
         text, sequence.fresh = sequence.fresh if sequence.streams else "", ""
-        return Event(sequence.shown_id, kept, completion, text, sequence.index)
+        trace, sequence.trace = sequence.trace, None
+        return Event(sequence.shown_id, kept, completion, text, sequence.index, trace)
 
     def _finish(self, sequence: Sequence, ending: Ending) -> Completion | None:
         """Take it out: the request's completion, None where other samples of it still run."""
@@ -317,7 +293,7 @@ class Engine:
             problem = f"{len(tokens)} tokens leave no room for an answer in a context of {self.max_context}"
             raise RequestError(f"prompt: {problem}. Shorten the prompt, or use a target with a longer context.")
         end = min(len(tokens) + params.max_tokens, self.max_context)
-        pages, pool = self._scheduler.pages_for(end), self._parts.num_pages
+        pages, pool = self._scheduler.pages_for(end, self._scratch(params)), self._parts.num_pages
         if pages > pool:
             page = self.config.page_size
             problem = f"{len(tokens)} prompt tokens and max_tokens={params.max_tokens} need {pages * page} KV places"
@@ -330,6 +306,8 @@ def _keep(sequence: Sequence, tokens: list[int]) -> list[int]:
     """See round.Cut."""
     if not sequence.stats.rounds:
         sequence.stats.time_to_first_token_ms = (time.perf_counter() - sequence.submitted) * 1000
+    before = len(sequence.tokens)
     kept = take(sequence, tokens)
-    sequence.cached = len(sequence.tokens) - 1
+    # Of the round's own tokens all but the last are in the cache; what `take` adds of itself never is.
+    sequence.cached = before + min(len(kept), len(tokens)) - 1
     return kept

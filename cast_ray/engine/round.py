@@ -18,11 +18,13 @@ from cast_ray.engine.emission import Emission, score_prompt
 from cast_ray.engine.health import DrafterHealth
 from cast_ray.engine.scheduler import Chunk, Plan
 from cast_ray.engine.sequence import Sequence
+from cast_ray.engine.trace import trace_rounds
 from cast_ray.models.attention.base import Step
 from cast_ray.models.flatten import Flattened, PromptChunk, Roots, flatten_trees, make_step
 from cast_ray.models.kv_cache import slots_of
 from cast_ray.models.target import Target, TargetOutput
 from cast_ray.trees.accept import Accepted, accept
+from cast_ray.trees.edit import set_aside
 from cast_ray.trees.pack import DraftScores, pack, pack_chain
 from cast_ray.trees.tree import CandidateTree, no_tree
 from cast_ray.width.policy import WidthPolicy
@@ -89,10 +91,11 @@ class RoundRunner:
 
         scores = self._draft(roots, emission, shape)
         clock.lap("draft")
-        packed = emission.constrain(self._pack(scores, roots), self.policy.max_nodes or self.max_nodes)
+        packed = emission.constrain(self._pack(scores, roots), self.max_nodes)
         clock.lap("pack")
         drafted = scores is not None
-        chosen = emission.widen(self.policy.choose(packed, shape) if drafted else None)
+        offered = packed if emission.foreign is None else packed.slice(self.policy.max_nodes)
+        chosen = emission.widen(self.policy.choose(offered, shape) if drafted else None)
         clock.lap("choose")
         # Here the host waits for the device: for the drafter, and below for the target.
         widths = chosen.tolist() if chosen is not None else [0] * shape.batch
@@ -115,16 +118,14 @@ class RoundRunner:
         self._commit(roots, rows, accepted, output.features)
         self._commit_prompts(plan, step, rows.group.rows, output)
         if drafted and chosen is not None:
-            self.policy.observe(packed, chosen, accepted, emission.temperatures)
-            if self.health is not None:
-                # Read behind the wait for the target: nothing is waited for here.
-                verified = torch.arange(packed.max_nodes, device=chosen.device) < chosen[:, None]
-                promised = float((packed.masses * verified).sum())
-                self.health.observe(sum(w > 0 for w in widths), sum(row[0] - 1 for row in read), promised)
+            self._learn(emission, offered, chosen, accepted)
         committed = [
             cut(sequence, tokens[:length]) for sequence, (length, *tokens) in zip(plan.decoding, read, strict=True)
         ]
         emission.report(logits, rows, accepted, committed)
+        if traced := [row for row, sequence in enumerate(plan.decoding) if sequence.traced]:
+            for row, trace in zip(traced, trace_rounds(traced, tree, widths, accepted, committed), strict=True):
+                plan.decoding[row].trace = trace
         clock.lap("commit")
         self._tell_times(clock, shape, drafted, len(step.tokens), sum(map(len, committed)))
         host = {stage: clock.ms[stage] for stage in ("pack", "choose", "plan", "accept", "commit")}
@@ -146,9 +147,24 @@ class RoundRunner:
         draft = ms["draft"] + drafting if drafted else 0.0
         self.policy.timed(RoundTimes(shape, tokens, drafted, draft, ms["verify"], host, committed))
 
+    def _learn(self, emission: Emission, offered: CandidateTree, chosen: Tensor, accepted: Accepted) -> None:
+        """What a drafted round showed, to the policy and to the watch over the drafter: of the drafter's own trees.
+
+        Read behind the wait for the target: nothing is waited for here.
+        """
+        widths = chosen
+        if emission.foreign is not None:
+            offered, widths, accepted = set_aside(emission.foreign, offered, chosen, accepted)
+        self.policy.observe(offered, widths, accepted, emission.temperatures)
+        if self.health is not None:
+            verified = torch.arange(offered.max_nodes, device=widths.device) < widths[:, None]
+            seen = torch.stack([(widths > 0).sum(), (accepted.lengths - 1).sum(), (offered.masses * verified).sum()])
+            requests, hits, promised = seen.tolist()
+            self.health.observe(int(requests), hits, promised)
+
     def _draft(self, roots: Roots, emission: Emission, shape: RoundShape) -> DraftScores | None:
         """Step 1: the drafter's scores, None when drafting does not pay: then the drafter does not run at all."""
-        if self.drafter is None or not self.policy.drafts(shape):
+        if self.drafter is None or not emission.draftable or not self.policy.drafts(shape):
             return None
         if self.health is not None and not self.health.may_draft():
             return None

@@ -44,7 +44,8 @@ class Plan:
 class Scheduler:
     """See the module.
 
-    scratch: token places kept free behind a decoding request's tokens, for the nodes of a tree or the drafter's block.
+    scratch: token places kept free behind a decoding request's tokens, for the nodes of a tree or the drafter's block;
+        a sequence may ask for more, up to `most_scratch`.
     tables: `[max_batch, P]` int64, the pages of each running request by its `row`.
     running, waiting: in order, the first to be served first.
     """
@@ -58,6 +59,7 @@ class Scheduler:
         scratch: int,
         device: torch.device,
         *,
+        most_scratch: int = 0,
         share_prefixes: bool = True,
     ) -> None:
         self.pool = pool
@@ -67,7 +69,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
-        self.tables: Tensor = torch.zeros(max_batch, self.pages_for(max_context), dtype=torch.int64, device=device)
+        columns = self.pages_for(max_context, most_scratch)
+        self.tables: Tensor = torch.zeros(max_batch, columns, dtype=torch.int64, device=device)
         self._sequences: dict[str, Sequence] = {}
         self._free_rows = list(range(max_batch - 1, -1, -1))
         self._arrivals = count()
@@ -75,9 +78,9 @@ class Scheduler:
         self._favoured_at = 0
         self._changed: list[tuple[int, int, int]] = []  # (row, column, page) to be written into the tables
 
-    def pages_for(self, length: int) -> int:
-        """Pages of a request that has grown to `length` tokens and decodes."""
-        return -(-(length + self.scratch) // self.page_size)
+    def pages_for(self, length: int, scratch: int = 0) -> int:
+        """Pages of a request that has grown to `length` tokens and decodes. scratch: what it asks for itself."""
+        return -(-(length + max(scratch, self.scratch)) // self.page_size)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; the caller has checked that it fits the pool alone and that its id is new."""
@@ -100,11 +103,12 @@ class Scheduler:
                 continue
             self._adopt(sequence)
             if sequence.decoding:
-                self._grow(sequence, self.pages_for(len(sequence.tokens)))
+                self._grow(sequence, self.pages_for(len(sequence.tokens), sequence.scratch))
             elif left > 0 and (reach := self.prefixes.reach(sequence)) > sequence.cached:
                 end = min(reach, sequence.cached + left)
                 whole = reach == len(sequence.tokens) - 1
-                if self._grow(sequence, self.pages_for(reach + 1) if whole else reach // self.page_size):
+                pages = self.pages_for(reach + 1, sequence.scratch) if whole else reach // self.page_size
+                if self._grow(sequence, pages):
                     chunks.append(Chunk(sequence, sequence.cached, end))
                     left -= end - sequence.cached
         self._write_tables()
@@ -196,7 +200,8 @@ class Scheduler:
 
     def _missing(self, sequence: Sequence) -> int:
         """Pages that the pool loses until all tokens that the sequence has are in the cache."""
-        return self.pages_for(len(sequence.tokens)) - len(sequence.pages) - self.prefixes.shared_ahead(sequence)
+        needed = self.pages_for(len(sequence.tokens), sequence.scratch)
+        return needed - len(sequence.pages) - self.prefixes.shared_ahead(sequence)
 
     def _adopt(self, sequence: Sequence) -> None:
         for page in self.prefixes.adopt(sequence):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from cast_ray.engine.detokenise import OutputText
 from cast_ray.engine.samples import Samples
+from cast_ray.engine.trace import RoundTrace
 from cast_ray.models.pages import page_key
 from cast_ray.request import RequestStats, SamplingParams
 from cast_ray.sampling.emitting import Emitting
@@ -27,11 +28,13 @@ class Sequence:
 
     tokens: prompt and everything committed since; the last is the root once the rest is in the cache.
     cached: tokens whose keys and values are in the pool, always a prefix of `tokens`.
+    scratch: token places behind its tokens that it needs, where that is more than others need.
     priority: lower numbers first. arrival: number of the submission, which decides among equals.
     pages: its block table; the first `published` of them are whole and have been offered to the prefix cache.
     keys: identities of its first whole pages, as far as they have been asked for.
     text: its output's text, kept while it streams or has stop strings; fresh: what of it no event has shown yet.
     emitting: how it emits, for one that asks for more than argmax or a plain sample.
+    traced: whether it wants to see its rounds; trace: the last one, until an event has shown it.
     ending: set by the round that it ends with. samples, index: its place among the samples of one request.
     """
 
@@ -42,6 +45,7 @@ class Sequence:
     seed: int
     stop_tokens: frozenset[int]
     max_length: int  # tokens at which it ends, prompt included
+    scratch: int = 0
     priority: int = 0
     arrival: int = 0
     queued_at: int = 0  # the scheduler's step
@@ -54,6 +58,8 @@ class Sequence:
     fresh: str = ""
     streams: bool = False
     emitting: Emitting | None = None
+    traced: bool = False
+    trace: RoundTrace | None = None
     ending: Ending | None = None
     samples: Samples | None = None
     index: int = 0

@@ -30,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is made of. `latency` is None where the width policy does not ask for it."""
+    """What an engine is made of. `latency` is None where the width policy does not ask for it.
+
+    scratch: token places that every decoding request needs behind its tokens; tree_places: that the widest tree needs.
+    """
 
     loaded: LoadedTarget
     target: Target
@@ -42,6 +45,7 @@ class Parts:
     max_context: int
     num_pages: int
     scratch: int
+    tree_places: int
 
 
 def build(config: EngineConfig) -> Parts:
@@ -80,9 +84,10 @@ def build(config: EngineConfig) -> Parts:
     speed_up(loaded.model)
     dtype = loaded.model.dtype  # float32 where a CPU emulates bfloat16: then only the weights are kept in 16 bits
     max_context = _max_context(config, loaded)
-    # Plain decoding has nobody to show features to; what a grammar foresees it verifies all the same.
+    # Plain decoding has nobody to show features to, and verifies only what a grammar foresees.
     plain = spec == "ar"
-    scratch = max(config.max_nodes + 1, block_size or 0)
+    tree_places = max(config.max_nodes + 1, block_size or 0)
+    scratch = 1 if plain else tree_places
     per_token = KVCache.bytes_per_token(layers, kv_heads, head_dim, dtype)
     if pair:
         draft = pair[1].model
@@ -95,7 +100,9 @@ def build(config: EngineConfig) -> Parts:
     latency = DeviceProfile(config, target, drafter, max_context).table() if measured else None
     policy = make_policy(spec, block_size=block_size, max_nodes=config.max_nodes, latency=latency)
     drafter_name = "none" if pair is None else config.target if config.drafter == "auto" else str(config.drafter)
-    return Parts(loaded, target, drafter, drafter_name, policy, latency, device, max_context, num_pages, scratch)
+    return Parts(
+        loaded, target, drafter, drafter_name, policy, latency, device, max_context, num_pages, scratch, tree_places
+    )
 
 
 def _find_pair(config: EngineConfig) -> tuple[Path, DFlashConfig] | None:

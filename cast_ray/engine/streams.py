@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from cast_ray.engine.trace import RoundTrace
 from cast_ray.request import Completion
 
 
@@ -20,13 +21,16 @@ class Delta:
     """What a request gained since the delta before.
 
     token_ids, text: the new tokens, and the text that became certain with them: it may lag behind the tokens by a
-    character that is not whole yet. completion: of the last delta only.
+    character that is not whole yet. rounds: how many gave tokens, one unless the consumer is slow; traces: of these
+    rounds, for a request that asks to see them. completion: of the last delta only.
     """
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     completion: Completion | None = None
+    rounds: int = 0
+    traces: list[RoundTrace] = field(default_factory=list)
 
 
 class Stream:
@@ -45,7 +49,9 @@ class Stream:
         self._delta: Delta | None = None
         self._error: Exception | None = None
 
-    def add(self, token_ids: list[int], text: str, completion: Completion | None) -> bool:
+    def add(
+        self, token_ids: list[int], text: str, completion: Completion | None, trace: RoundTrace | None = None
+    ) -> bool:
         """Merge what a step brought; True where the consumer is to be woken."""
         with self._lock:
             asleep = self._delta is None
@@ -54,6 +60,9 @@ class Stream:
             if self.every_delta:
                 self._delta.token_ids += token_ids
                 self._delta.text += text
+                self._delta.rounds += bool(token_ids)
+                if trace is not None:
+                    self._delta.traces.append(trace)
             self._delta.completion = completion
         return completion is not None or (asleep and self.every_delta)
 

@@ -101,6 +101,7 @@ class LabelGrammar:
     """One request's place in a label tree. See `grammar.Grammar`."""
 
     error = None
+    drafts_help = False  # it knows all that may come
 
     def __init__(self, tree: LabelTree) -> None:
         self.tree = tree
@@ -118,6 +119,16 @@ class LabelGrammar:
                 return count
             self._at = self._step(self._at, token)
         return len(tokens)
+
+    def certain_end(self) -> list[int]:
+        """The rest of the label, where only one is left."""
+        tokens, at = [], self._at
+        while at is not None and (children := self.tree.children[at]):
+            if len(children) > 1 or self.tree.is_label(at):
+                return []
+            ((token, at),) = children.items()
+            tokens.append(token)
+        return tokens
 
     def candidates(self, drafted: Nodes, most: int) -> Nodes:
         """Labels still possible, as a tree of at most `most` nodes; what was drafted can have no others."""

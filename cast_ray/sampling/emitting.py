@@ -58,6 +58,13 @@ class Emitting:
         """Whether the grammar leaves nothing more to say."""
         return self.grammar is not None and self.grammar.finished
 
+    def certain_end(self) -> list[int]:
+        """Tokens up to the output's end that the target need not be asked for: masked, it could emit no others.
+
+        Where their log probabilities are wanted it is asked all the same.
+        """
+        return [] if self.grammar is None or self.logprobs is not None else self.grammar.certain_end()
+
     def rules(self, tokens: Sequence[int], vocab_size: int, device: torch.device) -> Rules | None:
         """The request's rules, None when it has none. Its tensors are made when it decodes first.
 

@@ -29,7 +29,12 @@ LABEL_SETS = 64
 
 
 class Grammar(Protocol):
-    """One request's place in its grammar."""
+    """One request's place in its grammar.
+
+    drafts_help: whether a drafter's candidates are of any use to it.
+    """
+
+    drafts_help: bool
 
     @property
     def error(self) -> str | None:
@@ -43,6 +48,10 @@ class Grammar(Protocol):
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Take in emitted tokens; how many of them belong to the output: those behind its end do not."""
+        ...
+
+    def certain_end(self) -> list[int]:
+        """The tokens up to the end of the output where no others can come; empty where that is not certain."""
         ...
 
     def candidates(self, drafted: Nodes, most: int) -> Nodes:
@@ -105,6 +114,8 @@ class GrammarCompiler:
 class MatcherGrammar:
     """A regular expression or JSON, as llguidance matches it. See Grammar."""
 
+    drafts_help = True
+
     def __init__(self, matcher: LLMatcher, words: int) -> None:
         self._matcher = matcher
         self._words = words
@@ -126,6 +137,10 @@ class MatcherGrammar:
                 return count
             self._matcher.consume_token(token)
         return len(tokens)
+
+    def certain_end(self) -> list[int]:
+        """None are certain: a text that the grammar forces may still be written in other tokens."""
+        return []
 
     def candidates(self, drafted: Nodes, most: int) -> Nodes:
         """What of the drafted may come, with the stretch that the grammar forces, in its usual tokens."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from cast_ray.stats.charts import Points, bars, lines
 from cast_ray.stats.counters import add_up
+from cast_ray.stats.report import drafter_words
 
 # More lines than this in one plot cannot be told apart.
 _MOST_ACTORS = 12
@@ -168,6 +169,9 @@ def _engines(actors: Sequence[Mapping[str, Any]]) -> str:
         "tokens a round",
         "mean width",
         "draft / verify / host / prefill",
+        "drafter",
+        "prompt tokens reused",
+        "preemptions",
     )
     rows = []
     for actor in actors:
@@ -186,6 +190,9 @@ def _engines(actors: Sequence[Mapping[str, Any]]) -> str:
                 f"{actor['mean_round_length']:.2f}",
                 "-" if width is None else f"{width:.1f}",
                 " / ".join(f"{share:.0%}" for share in actor["share"].values()),
+                drafter_words([actor]) or "-",
+                f"{actor['prompt_tokens_reused']:,}",
+                f"{actor['preemptions']:,}",
             )
         )
     return _table(head, rows)

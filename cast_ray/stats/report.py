@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,13 @@ from rich.text import Text
 
 from cast_ray.width.latency import LatencyTable
 
+# Of drafters, the worst first, and how they are told.
+_VERDICTS = {
+    "rejected": "rejected",
+    "doubtful": "doubtful",
+    "healthy": "healthy",
+    "unknown": "too few drafted rounds for a verdict",
+}
 _PHASES = ("draft", "verify", "host", "prefill")
 
 
@@ -80,6 +89,10 @@ def summarise_actor(about: dict[str, Any]) -> dict[str, Any]:
         "busy_ms": busy,
         "share": {phase: ms / busy if busy else 0.0 for phase, ms in spent.items()},
         "latency": engine["latency"],
+        "drafter": engine.get("drafter"),
+        "drafter_health": engine.get("drafter_health"),
+        "preemptions": engine.get("preemptions", 0),
+        "prompt_tokens_reused": engine.get("prefix_tokens_reused", 0),
         "round_lengths": rows.get("round_lengths", {}),
         "mean_row_seconds": rows.get("mean_seconds"),
     }
@@ -123,15 +136,45 @@ def render(summary: dict[str, Any]) -> RenderableType:
     totals.add_row("rows", f"{summary['rows']} ({summary['answered']} answered)")
     totals.add_row("errors", f"{summary['failed']}" + (f" ({kinds})" if kinds else ""))
     totals.add_row("tokens", f"{summary['generated_tokens']} generated, {summary['input_tokens']} read")
-    totals.add_row("speed", f"{_number(summary['tokens_per_s'], 1)} tokens/s")
+    if summary["tokens_per_s"] is not None:
+        totals.add_row("speed", f"{summary['tokens_per_s']:.1f} tokens/s")
     totals.add_row("round length", f"{_number(summary['mean_round_length'])} tokens a target pass")
+    if (health := drafter_words(summary["actors"])) is not None:
+        totals.add_row("drafter", health)
+    if reused := sum(actor.get("prompt_tokens_reused", 0) for actor in summary["actors"]):
+        totals.add_row("prefix cache", f"{reused} prompt tokens reused")
+    if preempted := sum(actor.get("preemptions", 0) for actor in summary["actors"]):
+        totals.add_row("preemptions", f"{preempted} (the KV cache was full; raise engine.kv_cache_tokens)")
     totals.add_row("time", f"{seconds['total']:.1f} s ({seconds['start']:.1f} s to start)")
     totals.add_row("output", str(summary["settings"].get("output", "")))
-    parts: list[RenderableType] = [totals, _actor_table(summary["actors"])]
+    parts: list[RenderableType] = [totals]
+    if summary["actors"]:
+        parts.append(_actor_table(summary["actors"]))
     if summary["first_errors"]:
         parts.append(Text("First errors", style="bold"))
         parts += [Text(f"  {found['row']}  {found['error']}") for found in summary["first_errors"]]
     return Group(*parts)
+
+
+def drafter_words(actors: Sequence[Mapping[str, Any]]) -> str | None:
+    """What the engines say of their drafters, the worst first; None where there is none."""
+    verdicts: Counter[str] = Counter()
+    causes: list[str] = []
+    for actor in actors:
+        health = actor.get("drafter_health")
+        # One that had nothing to show is not worth a word, as at width `ar`.
+        if health is not None and (health["verdict"] != "unknown" or actor["nodes_verified"]):
+            verdicts[health["verdict"]] += 1
+            causes += health["likely_causes"]
+    if not verdicts:
+        return None
+    shown = [f"{words}{_times(verdicts[verdict])}" for verdict, words in _VERDICTS.items() if verdicts[verdict]]
+    hints = f"; it may be {', or '.join(dict.fromkeys(causes))}" if causes else ""
+    return ", ".join(shown) + hints
+
+
+def _times(count: int) -> str:
+    return f" on {count} engines" if count > 1 else ""
 
 
 def _actor_table(actors: list[dict[str, Any]]) -> Table:

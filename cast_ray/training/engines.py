@@ -17,6 +17,7 @@ from typing import Any
 from cast_ray.config import EngineConfig, PoolConfig
 from cast_ray.engine.async_engine import AsyncEngine
 from cast_ray.pool.actor import EngineActor
+from cast_ray.pool.cluster import ray_cluster
 from cast_ray.pool.rows import RowAnswer, RowRequest
 from cast_ray.request import Completion, Prompt, SamplingParams
 from cast_ray.training.config import TrainConfig
@@ -82,7 +83,7 @@ async def writing_engines(config: TrainConfig) -> AsyncIterator[Ask]:
     from cast_ray.pool.client import PoolClient
     from cast_ray.pool.pool import EnginePool
 
-    with _ray(), EnginePool(engine, PoolConfig(replicas=config.replicas), TokenEngine) as pool:
+    with ray_cluster(), EnginePool(engine, PoolConfig(replicas=config.replicas), TokenEngine) as pool:
         yield _asking(PoolClient(pool.members).generate)
 
 
@@ -99,24 +100,6 @@ def _written(answer: RowAnswer) -> Written | None:
         return None
     prompt_ids, token_ids = json.loads(answer.text)
     return Written(prompt_ids, token_ids, str(answer.finish_reason))
-
-
-class _ray:
-    """A connection to the cluster that is there, else to a local one; ended again if it was made here."""
-
-    def __enter__(self) -> None:
-        import ray
-
-        self._mine = not ray.is_initialized()
-        if self._mine:
-            address = None if os.environ.get("RAY_ADDRESS") else "local"
-            ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-
-    def __exit__(self, *_: object) -> None:
-        import ray
-
-        if self._mine:
-            ray.shutdown()
 
 
 async def in_order(count: int, work: Callable[[int], Awaitable[None]], at_once: int) -> None:

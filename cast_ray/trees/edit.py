@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cast_ray.trees.accept import Accepted
 from cast_ray.trees.tree import CandidateTree
 
 
@@ -95,6 +96,26 @@ def replace(tree: CandidateTree, others: Mapping[int, Nodes]) -> CandidateTree:
         counts=tree.counts.index_copy(0, at, torch.tensor([len(nodes) for nodes in others.values()], device=device)),
         max_depth=max(tree.max_depth, max(max(found, default=0) for found in depths.values())),
     )
+
+
+def set_aside(
+    requests: Tensor, tree: CandidateTree, widths: Tensor, accepted: Accepted
+) -> tuple[CandidateTree, Tensor, Accepted]:
+    """Tree, widths and path as if some requests had had no candidates, for those who learn from the others.
+
+    requests: `[B]` bool, those to be set aside.
+    """
+    aside = requests[:, None]
+    bare = CandidateTree(
+        tree.tokens,
+        tree.parents,
+        tree.depths,
+        tree.masses.masked_fill(aside, 0.0),
+        tree.counts.masked_fill(requests, 0),
+        max_depth=tree.max_depth,
+    )
+    path, lengths = accepted.path.masked_fill(aside, 0), accepted.lengths.masked_fill(requests, 1)
+    return bare, widths.masked_fill(requests, 0), Accepted(path, lengths, accepted.tokens)
 
 
 def read(tree: CandidateTree, requests: list[int]) -> dict[int, Nodes]:

@@ -86,9 +86,9 @@ def finish_with_kills(config: JobConfig, kills: int, seed: int, *arguments: str,
 
 def test_killed_drivers_leave_every_row_once_and_do_nothing_twice(tmp_path: Path) -> None:
     source, output, log = tmp_path / "in.jsonl", tmp_path / "out", tmp_path / "log"
-    source.write_text("".join(f'{{"id": {index}, "prompt": "row {index}"}}\n' for index in range(600)))
+    source.write_text("".join(f'{{"id": {index}, "prompt": "row {index}"}}\n' for index in range(400)))
     config = JobConfig(input=str(source), output=str(output), batch_size=4, engine={"max_batch_size": 8})
-    wanted = {index: f"ROW {index}" for index in range(600)}
+    wanted = {index: f"ROW {index}" for index in range(400)}
     kept: list[tuple[set[str], int]] = []
 
     def note() -> None:
@@ -96,11 +96,11 @@ def test_killed_drivers_leave_every_row_once_and_do_nothing_twice(tmp_path: Path
         done = {row["prompt"] for row in rows_of(output)}
         kept.append((done, len(log.read_text().splitlines())))
 
-    killed = finish_with_kills(config, 4, 1, str(log), on_kill=note)
+    killed = finish_with_kills(config, 2, 1, str(log), on_kill=note)
 
-    assert killed >= 2
+    assert killed >= 1
     rows = rows_of(output)
-    assert len(rows) == 600
+    assert len(rows) == 400
     assert {row["id"]: row["generated_text"] for row in rows} == wanted
     lines = log.read_text().splitlines()
     for done, position in kept:
@@ -126,17 +126,24 @@ def test_a_killed_job_of_a_real_engine_ends_with_what_an_undisturbed_one_gives(t
             "target": str(target),
             "drafter": str(drafter),
             "dtype": "float32",
-            "width": "fixed:7",
+            "width": "joint",
+            # A random drafter is to go on drafting.
+            "watch_drafter": False,
             "max_batch_size": 4,
             "profile_dir": str(tmp_path / "profiles"),
             "probe_seconds": 1.0,
         },
     }
-    run_job(JobConfig(output=str(tmp_path / "calm"), **settings), console=Console(quiet=True))
+    summary = run_job(JobConfig(output=str(tmp_path / "calm"), **settings), console=Console(quiet=True))
+    told = summary["actors"][0]["width"]["reliability"]
+    assert sum(entry["nodes"] for entry in told["by_depth"]) > 0
+    page = (tmp_path / "calm" / "report.html").read_text()
+    assert "<h3>Acceptance by depth</h3>" in page
+    assert "<h3>Predicted and achieved round length</h3>" in page
 
-    killed = finish_with_kills(JobConfig(output=str(tmp_path / "killed"), **settings), 2, 2)
+    killed = finish_with_kills(JobConfig(output=str(tmp_path / "killed"), **settings), 1, 2)
 
-    assert killed >= 1
+    assert killed == 1
     columns = ("generated_text", "finish_reason", "num_generated_tokens", "error")
     calm, rough = (
         {row["id"]: tuple(row[column] for column in columns) for row in rows_of(tmp_path / name)}
@@ -146,3 +153,29 @@ def test_a_killed_job_of_a_real_engine_ends_with_what_an_undisturbed_one_gives(t
     assert calm == rough
     assert {error for *_, error in calm.values()} == {None}
     assert len({text for text, *_ in calm.values()}) > 100
+
+
+def test_an_interrupted_job_says_so_in_one_line_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    import ray
+
+    target = save_tiny_model(tmp_path / "model", qwen3(), spread=4.0)
+    source, output = tmp_path / "in.jsonl", tmp_path / "out"
+    source.write_text("".join(f'{{"id": {index}, "prompt": "t{index % 50 + 3} t4"}}\n' for index in range(3000)))
+    command = [
+        sys.executable, str(ROOT / "jobs" / "batch_generate.py"), "--input", str(source), "--output", str(output),
+        "--target", str(target), "--drafter", "none", "--width", "ar", "--dtype", "float32", "--max-tokens", "100",
+    ]  # fmt: skip
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
+    while process.poll() is None and not list(output.glob("part-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, shown = process.communicate(timeout=120)
+    assert process.returncode == 130, shown[-3000:]
+    assert "stopped. What is answered is kept" in shown.splitlines()[-1]
+    assert "Traceback" not in shown
+    ids = [row["id"] for row in rows_of(output)]
+    assert 0 < len(set(ids)) == len(ids) < 3000
+    assert not (output / "summary.json").exists()

@@ -17,7 +17,7 @@ from cast_ray.pool.rows import RowRequest
 from cast_ray.request import SamplingParams, derive_seed
 from tests.support import qwen3, save_tiny_drafter, save_tiny_model
 
-ROWS = 60
+ROWS = 40
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from cast_ray import Completion, Engine, EngineConfig, SamplingParams
 from cast_ray.errors import RequestError
 from cast_ray.request import derive_seed
+from cast_ray.stats.comparison import TIE, TIES_PER_TOKEN
+from cast_ray.trees.accept import Accepted
+from cast_ray.trees.tree import CandidateTree
+from cast_ray.width.fixed import FixedWidth
 from tests.byte_tokenizer import byte_level
 from tests.slow_sampling import SlowOutput, slow_decode
-from tests.support import TIE, TIES_PER_TOKEN, qwen3, reference_greedy, save_tiny_drafter, save_tiny_model
+from tests.support import qwen3, reference_greedy, save_tiny_drafter, save_tiny_model
 
 VOCAB = 12
 WIDTHS = ("ar", "chain", "fixed:15", "fixed:63", "joint")
@@ -134,10 +141,13 @@ def check_prompt_logprobs(model: Any, prompt: list[int], out: Completion) -> Non
         assert entry.logprob == pytest.approx(float(logprobs[place - 1, prompt[place]]), abs=1e-4)
 
 
-def test_every_combination_gives_the_tokens_of_a_plain_loop(tiny: tuple[Path, Any]) -> None:
+@pytest.mark.parametrize(
+    ("seed", "count"), [(11, 20), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in range(5))]
+)
+def test_every_combination_gives_the_tokens_of_a_plain_loop(tiny: tuple[Path, Any], seed: int, count: int) -> None:
     folder, model = tiny
-    rng = random.Random(11)
-    params = [draw_params(rng, i) for i in range(20)]
+    rng = random.Random(seed)
+    params = [draw_params(rng, i) for i in range(count)]
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 9, 30]))] for _ in params]
     prompts[4] = prompts[3]  # of which one finds the other's pages
     references = []
@@ -167,27 +177,37 @@ def test_every_combination_gives_the_tokens_of_a_plain_loop(tiny: tuple[Path, An
     assert accepted > 60, "the promise is about accepted paths: there must have been some"
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"repetition_penalty": 1.5},
-        {"min_tokens": 9},
-        {"logit_bias": {"3": -100, "4": 2.5}},
-        {"bad_words": ["t5", "t1 t7"]},
-        {"repetition_penalty": 1.3, "min_tokens": 12},
-    ],
-    ids=str,
-)
-def test_greedy_output_is_that_of_generate_with_its_processors(tiny: tuple[Path, Any], params: dict[str, Any]) -> None:
-    folder, model = tiny
+@pytest.fixture(scope="module")
+def engines(tiny: tuple[Path, Any]) -> dict[str, Engine]:
+    return {width: engine_for(tiny[0], width) for width in ("ar", "fixed:31")}
+
+
+ALONE: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.5},
+    {"min_tokens": 9},
+    {"logit_bias": {"3": -2, "4": 2.5}},
+    {"bad_words": ["t5", "t1 t7"]},
+]
+IN_PAIRS = [{**first, **second} for first, second in itertools.combinations(ALONE, 2)]
+
+
+@pytest.mark.parametrize("params", [*ALONE, *IN_PAIRS], ids=str)
+def test_greedy_output_is_that_of_generate_with_its_processors(
+    tiny: tuple[Path, Any], engines: dict[str, Engine], params: dict[str, Any]
+) -> None:
+    _, model = tiny
     prompt = [1, 7, 2, 5]
-    said: dict[str, Any] = {"repetition_penalty": params.get("repetition_penalty", 1.0)}
-    if "min_tokens" in params:
-        said["min_new_tokens"] = params["min_tokens"]
-    if "logit_bias" in params:
-        said["sequence_bias"] = [[[int(token)], float(bias)] for token, bias in params["logit_bias"].items()]
+    # In our order. `generate` knows another one, and so other outputs where a bias meets a penalty.
+    kept: list[Any] = []
     if "bad_words" in params:
-        said["bad_words_ids"] = [[5], [1, 7]]
+        kept.append(transformers.NoBadWordsLogitsProcessor([[5], [1, 7]], eos_token_id=None))
+    if "min_tokens" in params:
+        kept.append(transformers.MinNewTokensLengthLogitsProcessor(len(prompt), params["min_tokens"], END))
+    if "logit_bias" in params:
+        bias = [[[int(token)], float(value)] for token, value in params["logit_bias"].items()]
+        kept.append(transformers.SequenceBiasLogitsProcessor(bias))
+    if "repetition_penalty" in params:
+        kept.append(transformers.RepetitionPenaltyLogitsProcessor(params["repetition_penalty"]))
     ids = torch.tensor([prompt])
     whole = model.generate(
         ids,
@@ -196,12 +216,51 @@ def test_greedy_output_is_that_of_generate_with_its_processors(tiny: tuple[Path,
         max_new_tokens=30,
         eos_token_id=END,
         pad_token_id=0,
-        **said,
+        logits_processor=transformers.LogitsProcessorList(kept),
     )
-    for width in ("ar", "fixed:31"):
-        engine = engine_for(folder, width)
+    for engine in engines.values():
         out = engine.generate([prompt], SamplingParams.from_dict({**params, "max_tokens": 30}))[0]
         assert out.token_ids == whole[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"presence_penalty": 1.2},
+        {"frequency_penalty": 0.8},
+        {"presence_penalty": -0.6, "frequency_penalty": 0.9},
+        {"presence_penalty": 1.2, "repetition_penalty": 1.3},
+        {"frequency_penalty": 0.8, "logit_bias": {"4": 2.5}},
+        {"frequency_penalty": 0.8, "min_tokens": 9},
+        {"presence_penalty": 1.2, "bad_words": ["t5", "t1 t7"]},
+    ],
+    ids=str,
+)
+def test_greedy_output_is_that_of_a_plain_loop_where_generate_has_no_processor(
+    tiny: tuple[Path, Any], engines: dict[str, Engine], params: dict[str, Any]
+) -> None:
+    _, model = tiny
+    said = SamplingParams.from_dict({**params, "max_tokens": 30})
+    reference = slow_decode(model, [1, 7, 2, 5], said, bad_words=bad_words_of(said), stops=[END])
+    for engine in engines.values():
+        assert engine.generate([[1, 7, 2, 5]], said)[0].token_ids == reference.tokens
+
+
+def test_a_seed_gives_the_same_tokens_at_every_concurrency_and_after_a_restart(
+    tiny: tuple[Path, Any], engines: dict[str, Engine]
+) -> None:
+    folder, _ = tiny
+    prompts: list[Any] = [[i, 2, 3] for i in range(6)]
+    params = [SamplingParams(max_tokens=12, temperature=1.0, seed=40 + i, ignore_eos=True) for i in range(6)]
+    engine = engines["fixed:31"]
+    first = [out.token_ids for out in engine.generate(prompts, params)]
+    assert [engine.generate([prompt], p)[0].token_ids for prompt, p in zip(prompts, params, strict=True)] == first
+    again = engine_for(folder, "fixed:31", max_batch_size=2)
+    assert [out.token_ids for out in again.generate(prompts[::-1], params[::-1])] == first[::-1]
+    # One prompt with other seeds, and seeds as a job makes them from its own and the row.
+    others = [replace(params[0], seed=derive_seed(7, row, 0)) for row in range(6)]
+    outs = engine.generate([prompts[0]] * 6, others)
+    assert len({tuple(out.token_ids) for out in outs}) == 6
 
 
 @pytest.mark.parametrize(
@@ -298,69 +357,144 @@ SCHEMAS: list[dict[str, Any]] = [
 
 def test_documents_are_valid_and_the_same_at_every_width(spelling: Path) -> None:
     rng = random.Random(2)
-    schemas = [SCHEMAS[i % len(SCHEMAS)] for i in range(40)]
+    schemas = [SCHEMAS[i % len(SCHEMAS)] for i in range(200)]
     params = [
-        SamplingParams.from_dict({"max_tokens": 400, "temperature": 1.0, "seed": i, "json_schema": json.dumps(s)})
+        SamplingParams.from_dict({"max_tokens": 160, "temperature": 0.7, "seed": i, "json_schema": json.dumps(s)})
         for i, s in enumerate(schemas)
     ]
     prompts: list[Any] = [[rng.randrange(200) for _ in range(5)] for _ in schemas]
-    texts: list[list[str]] = []
-    for width in ("ar", "fixed:15"):
-        engine = engine_for(spelling, width, kv_cache_tokens=20_000)
-        outs = engine.generate(prompts, params)
-        finished = 0
-        for schema, out in zip(schemas, outs, strict=True):
-            if out.finish_reason == "stop":
-                finished += 1
-                jsonschema.validate(json.loads(out.text), schema)
-        assert finished >= 38, "white space can go on for ever, but seldom does"
-        texts.append([out.text for out in outs])
-    assert texts[0] == texts[1]
+    engine = engine_for(spelling, "ar", kv_cache_tokens=40_000, max_batch_size=64, max_step_tokens=2048)
+    outs = engine.generate(prompts, params)
+    finished = 0
+    for schema, out in zip(schemas, outs, strict=True):
+        if out.finish_reason == "stop":
+            finished += 1
+            jsonschema.validate(json.loads(out.text), schema)
+    assert finished >= 180, "white space can go on for ever, but seldom does"
+    stats = engine.stats()
+    print(f"{finished} documents; host {stats['host_ms']:.0f} ms, target {stats['verify_ms']:.0f} ms", stats["host"])
+    trees = engine_for(spelling, "fixed:15", kv_cache_tokens=20_000)
+    few = trees.generate(prompts[:10], params[:10])
+    assert [out.token_ids for out in few] == [out.token_ids for out in outs[:10]]
+    trees.check_integrity()
 
 
-def test_a_label_is_chosen_in_one_round_with_its_probability(spelling: Path) -> None:
-    labels = ["yes", "no", "name", "maybe so", "é", "x", "xy", "other"]
+LABELS = ["yes", "no", "name", "maybe so", "é", "x", "xy", "other"]
+
+
+def test_labels_of_200_rows_are_the_constrained_argmax_with_exact_probabilities(spelling: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(spelling / "target", dtype=torch.float32).eval()
     tokenizer = byte_level()
-    prompts: list[Any] = [[i, i + 1, i + 2] for i in range(12)]
-    params = SamplingParams(choice=tuple(labels), choice_probabilities=True, max_tokens=20)
-    for width in ("ar", "fixed:31"):
-        for prompt, out in zip(prompts, engine_for(spelling, width).generate(prompts, params), strict=True):
-            assert out.text in labels
-            assert out.finish_reason == "stop"
-            assert out.stats.rounds == 1
-            assert out.text == constrained_argmax(model, prompt, labels, tokenizer)
-            weights = {label: weight(model, prompt, label, labels, tokenizer) for label in labels}
-            found = out.choice_probabilities
-            assert found is not None
-            assert sum(found.values()) == pytest.approx(1)
-            for label in labels:
-                assert found[label] == pytest.approx(weights[label] / sum(weights.values()), abs=1e-4)
+    prompts: list[Any] = [[i % 90, i // 9, 2] for i in range(200)]
+    params = SamplingParams(choice=tuple(LABELS), choice_probabilities=True, max_tokens=20)
+    engine = engine_for(spelling, "fixed:7", kv_cache_tokens=20_000, max_batch_size=32, max_step_tokens=2048)
+    outs = engine.generate(prompts, params)
+    plain = engine_for(spelling, "ar", kv_cache_tokens=20_000, max_batch_size=32, max_step_tokens=2048)
+    bare = plain.generate(prompts, replace(params, choice_probabilities=False))
+    chances = Chances(model)
+    for out, other in zip(outs, bare, strict=True):
+        assert out.text in LABELS
+        assert out.finish_reason == "stop"
+        assert out.stats.rounds == 1, "one forward knows all labels"
+        assert out.stats.draft_rounds == 0, "no drafter knows more of them"
+        assert other.token_ids == out.token_ids
+        assert other.choice_probabilities is None
+        assert sum((out.choice_probabilities or {}).values()) == pytest.approx(1)
+    assert sum(out.stats.rounds for out in bare) < 1.5 * len(bare), "the rest of a label is not asked for"
+    # What was appended unasked is in no page that others may share.
+    grown: list[Any] = [[*p, *out.token_ids, 1] for p, out in zip(prompts, bare, strict=True) if len(out.token_ids) > 3]
+    fresh = engine_for(spelling, "ar", prefix_cache=False)
+    further = SamplingParams(max_tokens=3, ignore_eos=True)
+    assert grown
+    assert [out.token_ids for out in plain.generate(grown[:4], further)] == [
+        out.token_ids for out in fresh.generate(grown[:4], further)
+    ]
+    for prompt, out in list(zip(prompts, outs, strict=True))[::8]:
+        assert out.text == constrained_argmax(chances, prompt, LABELS, tokenizer)
+        weights = {label: weight(chances, prompt, label, LABELS, tokenizer) for label in LABELS}
+        found = out.choice_probabilities
+        assert found is not None
+        for label in LABELS:
+            assert found[label] == pytest.approx(weights[label] / sum(weights.values()), abs=1e-4)
 
 
-@torch.inference_mode()
-def chances_after(model: Any, context: list[int]) -> torch.Tensor:
-    return model(torch.tensor([context])).logits[0, -1].double().softmax(0)
+class Pupil(FixedWidth):
+    """Keeps what it is shown."""
+
+    def __init__(self) -> None:
+        super().__init__("pupil", 7, branching=True)
+        self.shown: list[tuple[CandidateTree, torch.Tensor, Accepted]] = []
+
+    def observe(
+        self, tree: CandidateTree, widths: torch.Tensor, accepted: Accepted, temperatures: torch.Tensor | None
+    ) -> None:
+        self.shown.append((tree, widths, accepted))
 
 
-def weight(model: Any, prompt: list[int], label: str, labels: list[str], tokenizer: Any) -> float:
+def test_what_a_grammar_foresaw_is_nothing_that_a_policy_or_the_drafters_watch_learns_from(spelling: Path) -> None:
+    engine = engine_for(spelling, "fixed:7", watch_drafter=True)
+    pupil = Pupil()
+    engine.use_policy(pupil, health=engine.health)
+    assert engine.health is not None
+    heard: list[int] = []
+    observe = engine.health.observe
+    engine.health.observe = lambda requests, *rest: (heard.append(requests), observe(requests, *rest))  # type: ignore
+    # Decoded from the first step on, in this order.
+    engine.submit("plain", [5], SamplingParams(max_tokens=12))
+    engine.submit("name", [6], SamplingParams(regex="name: (yes|no){3}", max_tokens=12))
+    engine.submit("label", [7], SamplingParams(choice=LABELS, choice_probabilities=True))
+    while engine.has_work:
+        engine.step()
+    tree, widths, accepted = pupil.shown[0]
+    assert tree.max_nodes == 7
+    assert widths.tolist() == [7, 0, 0]
+    assert tree.counts[1:].tolist() == [0, 0]
+    assert accepted.lengths[1:].tolist() == [1, 1]
+    assert set(heard) <= {0, 1}
+    assert heard[0] == 1
+
+
+def test_plain_decoding_keeps_places_for_trees_only_behind_structured_requests(spelling: Path) -> None:
+    engine = engine_for(spelling, "ar", kv_cache_tokens=40, max_nodes=31)
+    assert len(engine.generate([[5, 6, 7]], SamplingParams(max_tokens=36, ignore_eos=True))[0].token_ids) == 36
+    with pytest.raises(RequestError, match="kv_cache_tokens"):
+        engine.generate([[5, 6, 7]], SamplingParams(regex="[a-z]{30}", max_tokens=36))
+    assert engine.generate([[5, 6, 7]], SamplingParams(regex="yes", max_tokens=4))[0].text == "yes"
+
+
+class Chances:
+    """The target's probabilities behind a context, computed once."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def __call__(self, context: list[int]) -> torch.Tensor:
+        key = tuple(context)
+        if key not in self._known:
+            self._known[key] = self._model(torch.tensor([context])).logits[0, -1].double().softmax(0)
+        return self._known[key]
+
+
+def weight(chances_after: Chances, prompt: list[int], label: str, labels: list[str], tokenizer: Any) -> float:
     ids = tokenizer(label)["input_ids"]
     chance = 1.0
     for place, token in enumerate(ids):
-        chance *= float(chances_after(model, prompt + ids[:place])[token])
+        chance *= float(chances_after(prompt + ids[:place])[token])
     spelled = [tokenizer(other)["input_ids"] for other in labels]
     longer = {other[len(ids)] for other in spelled if other[: len(ids)] == ids and len(other) > len(ids)}
-    return chance * (1 - sum(float(chances_after(model, prompt + ids)[token]) for token in longer))
+    return chance * (1 - sum(float(chances_after(prompt + ids)[token]) for token in longer))
 
 
-def constrained_argmax(model: Any, prompt: list[int], labels: list[str], tokenizer: Any) -> str:
+def constrained_argmax(chances_after: Chances, prompt: list[int], labels: list[str], tokenizer: Any) -> str:
     spelled = {label: [*tokenizer(label)["input_ids"], tokenizer.eos_token_id] for label in labels}
     path: list[int] = []
     while True:
         left = {label: ids for label, ids in spelled.items() if ids[: len(path)] == path}
         if len(left) == 1:
             return next(iter(left))
-        chances = chances_after(model, prompt + path)
+        chances = chances_after(prompt + path)
         path.append(max({ids[len(path)] for ids in left.values()}, key=lambda token: float(chances[token])))
 
 

@@ -128,3 +128,17 @@ def test_the_help_shows_every_option_with_its_default(
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for words in ("Most new tokens a row (default 256)", "0 is greedy (default 0.0)", "--messages-column", "Examples:"):
         assert words in shown
+
+
+def test_a_job_is_not_attached_to_a_cluster_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "why"}\n')
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", lambda *_, **__: pytest.fail("a cluster was started"))
+    assert (
+        run(monkeypatch, "generate", "--input", tmp_path / "in.jsonl", "--output", tmp_path / "o", "--attach", "app")
+        == 2
+    )
+    assert "attach='app': the application's cluster is not named. Set RAY_ADDRESS" in capsys.readouterr().err

@@ -194,7 +194,7 @@ def test_settings_that_every_row_would_be_refused_for_are_refused_once() -> None
         ({"sampling": {"temperature": 1}}, "have settings of their own"),
         ({"choices": ["a"], "regex": "b"}, "contradicts"),
         ({"n": 2}, "temperature is 0"),
-        ({"choice_probabilities": True}, "has no choice to weigh"),
+        ({"choice_probabilities": True}, "has no labels. Give them with choices"),
         ({"json_schema": "absent.json"}, "cannot be read"),
         ({"json_schema": "{oops"}, "is not JSON"),
     ):

@@ -65,6 +65,26 @@ def test_deltas_add_up_to_the_completion(settings: dict[str, Any], front: AsyncE
         assert len(deltas) > 3
 
 
+def test_rounds_are_shown_to_those_who_ask(front: AsyncEngine) -> None:
+    async def run() -> list[list[Delta]]:
+        asks = ({"traced": True}, {}, {"traced": True})
+        return await asyncio.gather(*(collect(front, [i, 3, i], **options) for i, options in enumerate(asks)))
+
+    first, quiet, last = asyncio.run(run())
+    assert not any(delta.traces for delta in quiet)
+    for deltas in (first, last):
+        completion = deltas[-1].completion
+        assert completion is not None
+        traces = [trace for delta in deltas for trace in delta.traces]
+        assert len(traces) == sum(delta.rounds for delta in deltas) == completion.stats.rounds
+        assert [token for trace in traces for token in trace.committed] == completion.token_ids
+        assert sum(len(trace.tokens) for trace in traces) == completion.stats.nodes_verified > 0
+        for trace in traces:
+            path = [trace.tokens[node] for node in trace.accepted]
+            assert trace.committed[: len(path)] == path[: len(trace.committed)]
+            assert [trace.parents[node] for node in trace.accepted] == [-1, *trace.accepted][: len(path)]
+
+
 def test_a_slow_consumer_holds_nobody_up_and_loses_nothing(front: AsyncEngine) -> None:
     async def run() -> None:
         slow = front.stream([1, 2, 3], PARAMS)
@@ -195,7 +215,7 @@ def test_a_stream_merges_what_nobody_has_looked_at() -> None:
         assert stream.add([1], "a", None)
         assert not stream.add([2, 3], "bc", None)
         stream.wake_here()
-        assert await stream.next() == Delta("r", [1, 2, 3], "abc")
+        assert await stream.next() == Delta("r", [1, 2, 3], "abc", rounds=2)
         assert stream.add([4], "d", None)
 
     asyncio.run(run())

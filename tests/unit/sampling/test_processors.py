@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from cast_ray.request import SamplingParams
 from cast_ray.sampling.processors import Paths, RuleBatch, Rules, make_rules, nucleus_threshold
+from cast_ray.trees.pack import DraftScores
 from tests.slow_sampling import slow_process
 
 VOCAB = 16
@@ -128,6 +130,44 @@ def test_a_request_that_asks_for_nothing_has_no_rules() -> None:
         SamplingParams(top_k=3),
     ):
         assert make_rules(params, [1], stops=[0], vocab_size=VOCAB, device=CPU) is None
+
+
+def test_a_drafters_scores_lose_what_cannot_be_emitted_and_follow_the_bias() -> None:
+    generator = torch.Generator().manual_seed(4)
+    full = (torch.randn(4, 3, VOCAB, generator=generator) * 2).log_softmax(dim=2)
+    best = full.topk(VOCAB - 4, dim=2)
+    scores = DraftScores(best.values, best.indices)
+    said = [
+        SamplingParams(allowed_token_ids=[1, 2, 3, 5]),
+        SamplingParams(temperature=0.5, logit_bias={2: 1.5, 6: -3}),
+        SamplingParams(min_tokens=3),
+    ]
+    # The fourth request has no rules.
+    made = [make_rules(p, [7, 7], stops=[0, 3], vocab_size=VOCAB, device=CPU) for p in said]
+    rules = [r for r in made if r is not None]
+    shaped = RuleBatch(rules, [0, 1, 2], [[7, 7]] * 3, CPU).shape(scores, torch.tensor([1, 1, 2, 1]))
+    assert torch.equal(shaped.token_ids, scores.token_ids)
+    assert torch.equal(shaped.logprobs[3], scores.logprobs[3])
+    assert torch.equal(scores.logprobs, best.values), "the drafter's own are left as they are"
+    assert shaped.logprobs.exp().sum(dim=2).max() <= 1 + 1e-5
+
+    def banned(b: int, depth: int) -> set[int]:
+        row = shaped.logprobs[b, depth]
+        return set(scores.token_ids[b, depth][row == float("-inf")].tolist())
+
+    for depth in range(3):
+        drafted = set(scores.token_ids[0, depth].tolist())
+        assert banned(0, depth) == drafted - {1, 2, 3, 5}
+        # Exactly: the mass of what was not drafted is known too, and keeps its share.
+        held = scores.logprobs[1, depth].exp()
+        moved = held.clone()
+        for place, token in enumerate(scores.token_ids[1, depth].tolist()):
+            moved[place] *= math.exp({2: 3.0, 6: -6.0}.get(token, 0.0))
+        expected = moved / (moved.sum() + 1 - held.sum())
+        torch.testing.assert_close(shaped.logprobs[1, depth].exp(), expected, atol=1e-5, rtol=1e-4)
+        # The root at place 2 is output token 0: depths 1 and 2 would be the second and third.
+        stops = {0, 3} & set(scores.token_ids[2, depth].tolist())
+        assert banned(2, depth) == (stops if depth < 2 else set())
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.9999])

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cast_ray.serve.batches import answered_lines, check_lines, read_lines
+from cast_ray.config import ServeLimits
+from cast_ray.serve.batches import Batches, answered_lines, check_lines, read_lines
 from cast_ray.serve.files import Store, file_record, public
 from cast_ray.serve.refusal import Refusal
 
@@ -77,3 +78,30 @@ def test_lists_come_in_pages(tmp_path: Path) -> None:
     rest = store.page(None, first["last_id"], 3)
     assert [one["id"] for one in rest["data"]] == names[1::-1]
     assert not rest["has_more"]
+
+
+def test_files_count_towards_their_owners_room_only(tmp_path: Path) -> None:
+    store = Store(tmp_path, "file")
+    for owner, size in (("me", 30), ("me", 12), ("you", 5)):
+        store.save(file_record(store.new_id(), owner, "x", size, "batch"))
+    assert store.usage("me") == (42, 2)
+    assert store.usage("you") == (5, 1)
+    assert store.usage(None) == (0, 0)
+
+
+def test_a_key_has_so_many_open_batches_and_the_oldest_that_ended_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = Batches(tmp_path, ServeLimits(batches=2), "tiny", concurrency=1)
+    name = batches.files.new_id()
+    batches.files.save(file_record(name, "me", "x", 1, "batch"))
+    made = [batches.create("me", name, ENDPOINT, "24h", None) for _ in range(2)]
+    with pytest.raises(Refusal, match="2 batches") as refused:
+        batches.make_room("me")
+    assert (refused.value.status, refused.value.retry_after) == (429, 60)
+    batches.make_room("you")
+    for number, record in enumerate(made):
+        batches.records.save({**record, "status": "completed", "created_at": number})
+    monkeypatch.setattr("cast_ray.serve.batches.REMEMBERED", 2)
+    batches.make_room("me")
+    assert [one["id"] for one in batches.records.all()] == [made[1]["id"]]
