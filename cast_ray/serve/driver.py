@@ -15,6 +15,7 @@ from rich.console import Console
 
 from cast_ray.config import LOOPBACK, ServeConfig
 from cast_ray.errors import EngineError, describe
+from cast_ray.pool.cluster import ray_cluster
 from cast_ray.pool.dispatch import short_cause
 from cast_ray.serve.replica import EngineFactory, default_engine
 
@@ -80,26 +81,18 @@ def _deploy(config: ServeConfig, factory: EngineFactory, stopping: threading.Eve
 
 @contextmanager
 def _cluster() -> Iterator[None]:
-    """A connection to a cluster, ended again if it was made here."""
+    """A connection to a cluster; on one of our own, what Serve has started is ended before it."""
     import ray
 
-    if ray.is_initialized():
-        yield
-        return
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)
-    else:
-        # "local", or Ray would join whatever cluster it finds on this machine.
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    own = not os.environ.get("RAY_ADDRESS")
-    try:
-        yield
-    finally:
-        if own:
-            from ray import serve
+    own = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
+    with ray_cluster():
+        try:
+            yield
+        finally:
+            if own:
+                from ray import serve
 
-            serve.shutdown()
-        ray.shutdown()
+                serve.shutdown()
 
 
 @contextmanager
