@@ -302,15 +302,14 @@ async def first_tokens(server: Server, options: argparse.Namespace, done: thread
         async def ask(number: int) -> None:
             prompt = " ".join(f"t{(number * 7 + place) % 60}" for place in range(24))
             body = {"model": options.model, "prompt": prompt, "max_tokens": 24, "temperature": 0, "stream": True}
-            began = time.monotonic()
+            began, first = time.monotonic(), None
             async with http.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as answer:
                 answer.raise_for_status()
                 async for line in answer.aiter_lines():
-                    if line.startswith("data: "):
-                        found.append(time.monotonic() - began)
-                        break
-                async for _ in answer.aiter_lines():
-                    pass
+                    if first is None and line.startswith("data: "):
+                        first = time.monotonic() - began
+            assert first is not None
+            found.append(first)
 
         until = time.monotonic() + most
         while time.monotonic() < until and not done.is_set():
@@ -335,7 +334,6 @@ async def beside_a_batch(server: Server, options: argparse.Namespace, folder: Pa
         engine=server.engine.config,
         max_tokens=options.row_tokens,
         sampling={"ignore_eos": True},
-        report=False,
     )
     await first_tokens(server, options, threading.Event(), 3)
     idle = await first_tokens(server, options, threading.Event(), options.seconds)

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cast_ray.config import ServeLimits
@@ -88,9 +88,9 @@ def question_of(
     for prompt in prompts:
         for sample in range(request.n or 1):
             own = params if not sample else _with_seed(params, derive_seed(params.seed or 0, sample))
-            ask = Ask(f"{answer_id}-{len(asks)}", prompt, own, priority)
+            ask = Ask(f"{answer_id}-{len(asks)}", prompt, own, priority, traced=request.trees_wanted)
             if isinstance(request, ChatRequest):
-                ask = Ask(ask.request_id, prompt, own, priority, request.offered_tools, request.template())
+                ask = replace(ask, tools=request.offered_tools, template=request.template())
             asks.append(ask)
     return Question(request, asks, answer_id, model, len(prompts), limits.request_s if seconds is None else seconds)
 
@@ -267,7 +267,7 @@ class _Writer:
     def chunks(self, index: int, piece: Piece) -> list[Body]:
         """What a piece has to show, and at the end why it ended."""
         found: list[Body] = []
-        self._rounds[index] += bool(piece.token_ids)
+        self._rounds[index] += piece.rounds
         self.tokens += len(piece.token_ids)
         if self._question.chat:
             text = self._texts[index]
@@ -278,8 +278,11 @@ class _Writer:
             for part in parts:
                 delta, self._calls[index] = chat_delta(part, self._calls[index])
                 choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+                found.append(self._chunk(choice, index, piece, tells=not found))
+            if piece.trees and not found:
+                choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
                 found.append(self._chunk(choice, index, piece))
-        elif piece.text:
+        elif piece.text or piece.trees:
             choice = {"index": index, "text": piece.text, "logprobs": None, "finish_reason": None}
             found.append(self._chunk(choice, index, piece))
         if piece.completion is not None:
@@ -299,12 +302,15 @@ class _Writer:
             return {**shared, "delta": {}, "logprobs": chat_logprobs(completion.logprobs, words)}
         return {**shared, "text": "", "logprobs": completion_logprobs(completion.logprobs, words)}
 
-    def _chunk(self, choice: Body, index: int = 0, piece: Piece | None = None) -> Body:
+    def _chunk(self, choice: Body, index: int = 0, piece: Piece | None = None, *, tells: bool = True) -> Body:
+        """tells: whether it is the first of its piece, the one that has the trees."""
         chunk: Body = {**self.head, "choices": [choice]}
         if self._question.request.usage_wanted:
             chunk["usage"] = None
         if piece is not None and self._question.request.rounds_wanted:
             chunk["round"] = {"number": self._rounds[index], "tokens": len(piece.token_ids)}
+            if piece.trees and tells:
+                chunk["round"]["trees"] = [asdict(tree) for tree in piece.trees]
         return chunk
 
 

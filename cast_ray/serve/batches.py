@@ -39,6 +39,9 @@ WINDOW_S = 24 * 3600
 # A line that no engine takes at present is tried again after so long, for as long as the batch runs.
 PAUSE_S = 2.0
 MOST_LOST = 2
+# Batches of a key that are told of after they have ended, and when to ask again for room for another.
+REMEMBERED = 1000
+RETRY_S = 60
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,16 @@ class Batches:
         self._queue: asyncio.Queue[str] = asyncio.Queue()
         self._current: tuple[str, asyncio.Task[None]] | None = None
         self._counts: dict[str, int] = {}
+
+    def make_room(self, owner: str | None) -> None:
+        """For one more batch: the owner's oldest that have ended are forgotten. Refusal (429) where too many have not.
+        Reads every record: call it in a thread."""
+        mine = [record for record in self.records.all() if record.get("owner") == owner]
+        if sum(record["status"] in OPEN for record in mine) >= self._limits.batches:
+            message = f"This key may have {self._limits.batches} batches that are not done."
+            raise Refusal(429, message, code="batch_limit_exceeded", retry_after=RETRY_S)
+        for record in [one for one in mine if one["status"] not in OPEN][REMEMBERED - 1 :]:
+            self.records.delete(record["id"])
 
     def create(self, owner: str | None, file_id: str, endpoint: str, window: str, metadata: Any) -> Record:
         """A batch of a file that the owner has uploaded. It waits for its turn."""

@@ -42,7 +42,9 @@ class ServeClient:
             self._handle: Any = serve.get_deployment_handle(ENGINE, app_name=app)
             running = serve.status().applications.get(app)
         except Exception as error:
-            raise EngineError(f"attach={app!r}: {short_cause(error)}. Start the application first.") from None
+            raise EngineError(
+                f"attach={app!r}: {short_cause(error).rstrip('.')}. Start the application first."
+            ) from None
         if running is None:
             raise EngineError(f"attach={app!r}: no such Serve application runs here. Start it with `cast-ray serve`.")
         self._attempts = attempts

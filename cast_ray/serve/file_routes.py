@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 
+from cast_ray.config import ServeLimits
 from cast_ray.serve import openapi
 from cast_ray.serve.files import Record, Store, file_record, public
 from cast_ray.serve.keys import Caller
 from cast_ray.serve.protocol import BatchRequest
-from cast_ray.serve.refusal import Refusal, too_large
+from cast_ray.serve.refusal import Refusal, storage_full, too_large
 from cast_ray.serve.service import Service, read
 
 Page = Annotated[int, Query(ge=1, le=100)]
@@ -23,6 +26,7 @@ After = Annotated[str | None, Query(max_length=64)]
 def add_files(api: FastAPI, service: Service) -> None:
     caller_of = Depends(service.caller)
     store = service.batches.files
+    keeping = asyncio.Lock()
     file = openapi.named("file")
 
     @api.post("/v1/files", **openapi.operation(file, 400, 408, 415, 429, upload=True))
@@ -30,7 +34,8 @@ def add_files(api: FastAPI, service: Service) -> None:
         if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
             raise Refusal(415, "A file must be sent as multipart/form-data.", code="unsupported_media_type")
         with caller.admitted():
-            async with request.form(max_files=1, max_fields=8) as form:
+            await asyncio.to_thread(_check_room, store, service.config.limits, caller, 0)
+            async with _form(request, service.config.limits.request_s) as form:
                 sent, purpose = form.get("file"), form.get("purpose")
                 if sent is None or isinstance(sent, str):
                     raise Refusal(400, "The form needs a file.", param="file", code="missing_required_parameter")
@@ -38,7 +43,10 @@ def add_files(api: FastAPI, service: Service) -> None:
                     raise Refusal(400, "purpose must be 'batch'.", param="purpose", code="invalid_value")
                 if (sent.size or 0) > service.config.limits.file_bytes:
                     raise too_large("file", service.config.limits.file_bytes)
-                record = await _keep(store, sent, caller)
+                # One after the other, or two together could take what is left for one.
+                async with keeping:
+                    await asyncio.to_thread(_check_room, store, service.config.limits, caller, sent.size or 0)
+                    record = await _keep(store, sent, caller)
         return JSONResponse(public(record))
 
     @api.get("/v1/files", **openapi.operation(openapi.named("list"), 400))
@@ -72,6 +80,7 @@ def add_batches(api: FastAPI, service: Service) -> None:
     async def create(request: Request, caller: Caller = caller_of) -> Response:
         body = await read(BatchRequest, request)
         with caller.admitted():
+            await asyncio.to_thread(batches.make_room, caller.owner)
             made = batches.create(
                 caller.owner, body.input_file_id, body.endpoint, body.completion_window, body.metadata
             )
@@ -88,6 +97,29 @@ def add_batches(api: FastAPI, service: Service) -> None:
     @api.post("/v1/batches/{batch_id}/cancel", **openapi.operation(batch, 404, 409))
     async def cancel(batch_id: str, caller: Caller = caller_of) -> Response:
         return JSONResponse(public(batches.cancel(batch_id, caller.owner)))
+
+
+@asynccontextmanager
+async def _form(request: Request, seconds: float) -> AsyncGenerator[FormData]:
+    """An upload in full. Refusal where it takes longer than a request may."""
+    try:
+        async with asyncio.timeout(seconds):
+            form = await request.form(max_files=1, max_fields=8)
+    except TimeoutError:
+        raise Refusal(408, f"The file did not arrive within {seconds:g} s.", code="request_timeout") from None
+    try:
+        yield form
+    finally:
+        await form.close()
+
+
+def _check_room(store: Store, limits: ServeLimits, caller: Caller, size: int) -> None:
+    """Refusal where a file of `size` bytes more is too much for the caller."""
+    used, count = store.usage(caller.owner)
+    if used + size > limits.storage_bytes:
+        raise storage_full(used, limits.storage_bytes, "bytes")
+    if count >= limits.files:
+        raise storage_full(count, limits.files, "files")
 
 
 async def _keep(store: Store, sent: UploadFile, caller: Caller) -> Record:

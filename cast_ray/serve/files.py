@@ -56,6 +56,11 @@ class Store:
             raise not_found(self._kind, name)
         return record
 
+    def usage(self, owner: str | None) -> tuple[int, int]:
+        """The owner's files: how many bytes, and how many. Of content alone; a record is a few hundred bytes."""
+        sizes = [record["bytes"] for record in self.all() if record.get("owner") == owner]
+        return sum(sizes), len(sizes)
+
     def all(self) -> Iterator[Record]:
         """Every record, of all owners, the newest first."""
         found = []

@@ -28,11 +28,13 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """include_usage: a last chunk with token counts. include_rounds: each chunk says which round committed it."""
+    """include_usage: a last chunk with token counts. include_rounds: each chunk says which round committed it;
+    include_trees: and shows the tree that this round verified."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     include_rounds: bool | None = None
+    include_trees: bool | None = None
 
 
 class Sampling(Body):
@@ -78,7 +80,12 @@ class Sampling(Body):
     @property
     def rounds_wanted(self) -> bool:
         """Whether chunks of a stream name their rounds."""
-        return bool(self.stream_options and self.stream_options.include_rounds)
+        return bool(self.stream_options and (self.stream_options.include_rounds or self.trees_wanted))
+
+    @property
+    def trees_wanted(self) -> bool:
+        """Whether chunks of a stream show the trees of their rounds."""
+        return bool(self.stream_options and self.stream_options.include_trees)
 
     def _params(self, own: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
         given = {name: getattr(self, name) for name in _SHARED}

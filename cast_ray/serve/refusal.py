@@ -70,6 +70,12 @@ def too_large(what: str, limit: int) -> Refusal:
     )
 
 
+def storage_full(used: int, limit: int, what: str) -> Refusal:
+    """The key's files take all the room that they may. Not 429: waiting does not help."""
+    message = f"Files of this key have {used} of {limit} {what} that they may have. Delete some of them first."
+    return Refusal(400, message, param="file", code="storage_limit_exceeded")
+
+
 def deadline_passed(seconds: float) -> Refusal:
     """The request took longer than it may."""
     return Refusal(504, f"The request was not finished within {seconds:g} s.", code="deadline_exceeded")

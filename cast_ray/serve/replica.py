@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cast_ray.config import EngineConfig
 from cast_ray.errors import EngineError, QueueFullError, RequestError
@@ -24,7 +24,10 @@ from cast_ray.request import Completion, Prompt, SamplingParams
 from cast_ray.serve.chat import chat_reader, render_chat
 from cast_ray.serve.pace import Pace
 from cast_ray.serve.refusal import where
-from cast_ray.serve.wire import BATCH, Ask, Failure, Piece, messages_of, word_list
+from cast_ray.serve.wire import BATCH, Ask, Failure, Piece, ShownTree, messages_of, word_list
+
+if TYPE_CHECKING:
+    from cast_ray.engine.trace import RoundTrace
 
 logger = logging.getLogger(__name__)
 # An engine that answers no question for so long, with requests aboard, is taken for hung.
@@ -40,7 +43,13 @@ class ServeEngine(Protocol):
     def tokenizer(self) -> Any: ...
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        traced: bool = False,
     ) -> AsyncGenerator[Any]: ...
 
     def render(self, prompt: Prompt) -> list[int]: ...
@@ -113,7 +122,9 @@ class EngineReplica:
         try:
             prompt = await self._prompt(ask)
             reader = chat_reader(self._engine.tokenizer, prompt) if messages_of(ask.prompt) is not None else None
-            answer = self._engine.stream(prompt, ask.params, request_id=ask.request_id, priority=ask.priority)
+            answer = self._engine.stream(
+                prompt, ask.params, request_id=ask.request_id, priority=ask.priority, traced=ask.traced
+            )
             async with contextlib.aclosing(answer) as deltas:
                 async for delta in deltas:
                     first = time.monotonic() - began if first is None and delta.token_ids else first
@@ -123,7 +134,15 @@ class EngineReplica:
                         outcome = "ok"  # now: whoever has the completion asks for no more
                         self._estimate.observe(len(completion.token_ids))
                         words = self._words(completion)
-                    yield Piece(delta.text, tuple(delta.token_ids), completion, words=words, reader=reader)
+                    yield Piece(
+                        delta.text,
+                        tuple(delta.token_ids),
+                        delta.rounds,
+                        tuple(map(self._shown, delta.traces)),
+                        completion,
+                        words=words,
+                        reader=reader,
+                    )
                     reader = None
         except Exception as error:
             outcome = type(error).__name__
@@ -250,6 +269,11 @@ class EngineReplica:
 
     def _word(self, token: int) -> str:
         return str(self._engine.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+    def _shown(self, trace: RoundTrace) -> ShownTree:
+        texts, emitted = ([self._word(token) for token in tokens] for tokens in (trace.tokens, trace.committed))
+        masses = [round(mass, 4) for mass in trace.masses]
+        return ShownTree(texts, trace.parents, masses, trace.accepted, emitted)
 
     def _words(self, completion: Completion) -> dict[int, str] | None:
         found = word_list(completion)

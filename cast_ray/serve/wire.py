@@ -22,7 +22,8 @@ CHARACTERS_A_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One sample of one prompt. tools, template: what a chat's template is given besides the messages."""
+    """One sample of one prompt. tools, template: what a chat's template is given besides the messages. traced: whether
+    its pieces show the trees of their rounds."""
 
     request_id: str
     prompt: Prompt
@@ -30,6 +31,7 @@ class Ask:
     priority: int = ONLINE
     tools: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)
+    traced: bool = False
 
     @property
     def characters(self) -> int:
@@ -68,8 +70,21 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class ShownTree:
+    """A round's tree, see `engine.trace.RoundTrace`. texts: of each node's token. emitted: texts that it committed."""
+
+    texts: list[str]
+    parents: list[int]
+    masses: list[float]
+    accepted: list[int]
+    emitted: list[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """What one round committed for a request: text that may be shown now, tokens, and the completion at the end.
+    """What a round committed for a request: text that may be shown now, tokens, and the completion at the end.
+
+    rounds: more than one where they came faster than they could be told of. trees: of these rounds, where asked for.
 
     words: the text of every token that the completion's log probabilities name; with the completion.
     reader: how to read the text of a chat's answer; with the first piece.
@@ -77,6 +92,8 @@ class Piece:
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
+    rounds: int = 0
+    trees: tuple[ShownTree, ...] = ()
     completion: Completion | None = None
     failure: Failure | None = None
     words: dict[int, str] | None = None

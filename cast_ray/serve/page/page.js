@@ -7,6 +7,7 @@ const KEY = "cast-ray-key";
 const at = (id) => document.getElementById(id);
 let before = null;
 let running = null;
+let trees = [];
 
 function headers() {
   const key = sessionStorage.getItem(KEY);
@@ -174,7 +175,7 @@ function body() {
     max_tokens: Number(at("max-tokens").value),
     temperature: Number(at("temperature").value),
     stream: true,
-    stream_options: { include_usage: true, include_rounds: true },
+    stream_options: { include_usage: true, include_trees: true },
   };
   if (at("seed").value !== "") asked.seed = Number(at("seed").value);
   return chat
@@ -203,6 +204,8 @@ async function generate(event) {
   at("stop").disabled = false;
   at("answer").replaceChildren();
   at("summary").textContent = "";
+  trees = [];
+  at("tree").hidden = true;
   const began = performance.now();
   try {
     const [path, asked] = body();
@@ -218,6 +221,7 @@ async function generate(event) {
       if (chunk.error) throw new Error(chunk.error.message);
       if (first === null) first = performance.now() - began;
       for (const choice of chunk.choices) write(choice, chunk.round);
+      grow(chunk.round);
       if (chunk.usage) summarise(chunk.usage, first, performance.now() - began);
     }
   } catch (error) {
@@ -244,6 +248,78 @@ function write(choice, round) {
   }
 }
 
+// The rounds come one by one; whoever looks at the last one sees the next.
+function grow(round) {
+  if (!round || !round.trees) return;
+  const range = at("round");
+  const follows = Number(range.value) >= trees.length;
+  trees.push(...round.trees);
+  range.max = trees.length;
+  if (follows) range.value = trees.length;
+  if (follows || at("tree").hidden) drawTree();
+  at("tree").hidden = false;
+}
+
+const MOST_DRAWN = 64;
+const readable = (text) => text.replaceAll("\n", "⏎").replaceAll(" ", "␣") || "∅";
+
+function drawTree() {
+  const number = Number(at("round").value);
+  const tree = trees[number - 1];
+  const path = new Set(tree.accepted);
+  const right = tree.accepted.map((node) => readable(tree.texts[node])).join(" ");
+  const name = `${number} of ${trees.length}: ${tree.texts.length} candidates, ${path.size} accepted; committed ${tree.emitted.map(readable).join(" ")}`;
+  at("round-name").textContent = name;
+  at("round").setAttribute("aria-valuetext", name);
+  // Heaviest first, and a parent comes before its children: so many of the first are a tree too.
+  const count = Math.min(MOST_DRAWN, tree.texts.length);
+  const depths = [];
+  for (let node = 0; node < count; node++) depths.push(tree.parents[node] < 0 ? 1 : depths[tree.parents[node]] + 1);
+  const order = rows(tree, count, path);
+  const x = (depth) => (depth ? 50 + (depth - 1) * 92 : 12);
+  const y = (node) => 14 + 20 * (node < 0 ? 0 : order[node]);
+  const height = 28 + 20 * Math.max(0, ...order);
+  const width = x(Math.max(0, ...depths)) + 96;
+  const text = `Tree of round ${number}: ${tree.texts.length} candidates; accepted: ${right || "none"}`;
+  const svg = drawing("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": text });
+  for (let node = 0; node < count; node++) {
+    const parent = tree.parents[node];
+    const from = x(parent < 0 ? 0 : depths[parent]) + (parent < 0 ? 0 : 6);
+    const to = x(depths[node]) - 6;
+    const bend = `M${from},${y(parent)} C${from + 10},${y(parent)} ${to - 14},${y(node)} ${to},${y(node)}`;
+    svg.append(drawing("path", { d: bend, class: path.has(node) ? "edge taken" : "edge" }));
+  }
+  svg.append(drawing("circle", { cx: x(0), cy: y(-1), r: 4, class: "node" }));
+  for (let node = 0; node < count; node++) {
+    const [left, top] = [x(depths[node]) - 6, y(node) - 6];
+    const box = { x: left, y: top, width: 12, height: 12, rx: 2, "fill-opacity": Math.max(0.12, tree.masses[node]) };
+    svg.append(drawing("rect", { ...box, class: path.has(node) ? "node taken" : "node" }));
+    const word = drawing("text", { x: left + 16, y: y(node) + 4, class: "word" }, readable(tree.texts[node]).slice(0, 9));
+    word.append(drawing("title", {}, `${readable(tree.texts[node])}: mass ${tree.masses[node].toFixed(3)}`));
+    svg.append(word);
+  }
+  at("tree").querySelector(".scroll").replaceChildren(svg);
+}
+
+// A line for each branch: the accepted path straight on top, others below it.
+function rows(tree, count, path) {
+  const children = new Map();
+  for (let node = 0; node < count; node++) {
+    const parent = tree.parents[node];
+    if (!children.has(parent)) children.set(parent, []);
+    children.get(parent).push(node);
+  }
+  const order = [];
+  let next = 0;
+  const place = (node, line) => {
+    if (node >= 0) order[node] = line;
+    const below = (children.get(node) || []).sort((one, other) => path.has(other) - path.has(one));
+    below.forEach((child, index) => place(child, index ? ++next : line));
+  };
+  place(-1, 0);
+  return order;
+}
+
 function summarise(usage, first, total) {
   const speculation = usage.speculation;
   const rate = (1000 * usage.completion_tokens) / total;
@@ -253,6 +329,7 @@ function summarise(usage, first, total) {
 }
 
 at("ask").addEventListener("submit", generate);
+at("round").addEventListener("input", drawTree);
 at("stop").addEventListener("click", () => running && running.abort());
 at("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) at("ask").requestSubmit();
