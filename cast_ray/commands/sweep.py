@@ -14,6 +14,9 @@ from cast_ray.errors import ConfigError, describe
 
 DEFAULT_WIDTHS = "0,3,7,11,15,23,31,47,63,95,127"
 
+# Columns of the tables where there is no terminal to ask.
+LOG_WIDTH = 120
+
 
 def sweep(
     prompts: Annotated[
@@ -56,14 +59,20 @@ def sweep(
     from cast_ray.request import SamplingParams
     from cast_ray.stats.sweep import Item, run_sweep, sweep_config
     from cast_ray.stats.sweep_table import SweepTable, render, write_csv
+    from cast_ray.training.progress import step_report
 
     console = Console()
+    # In a log tables are not squeezed into the 80 columns that are assumed there, and a bar would not be seen.
+    console = console if console.is_terminal else Console(width=LOG_WIDTH)
+    line = None if console.is_terminal else step_report(Console(stderr=True))
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0, ignore_eos=True)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring this device", total=None)
 
         def show(done: int, total: int) -> None:
             progress.update(task, description="sweeping", completed=done, total=total)
+            if line is not None:
+                line("sweeping", done, total)
 
         engine = Engine(sweep_config(settings, nodes, batch))
         measured = run_sweep(

@@ -99,6 +99,7 @@ def test_sweep_prints_the_papers_tables_and_writes_them(
     monkeypatch.setenv("CAST_RAY_PROFILE_DIR", str(tmp_path / "profiles"))
     options = ["--prompts", str(pair / "prompts.jsonl"), "--count", "2", "--max-tokens", "12", "--widths", "0,3,7"]
     text = call(pair, "sweep", *options, "--output", str(tmp_path / "sweep"))
+    assert "sweeping: 4/" in text  # a line a step, where there is no terminal for a bar
     for heading in ("Every width", "Predicted against best", "Shapes of equal size"):
         assert heading in text
     assert {path.name for path in (tmp_path / "sweep").iterdir()} == {"widths.csv", "gaps.csv", "runs.csv", "sweep.png"}
