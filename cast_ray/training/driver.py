@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from cast_ray.drafters.pair import RECORD, pair_record
 from cast_ray.errors import InputError, describe
+from cast_ray.models.fused import speed_up
 from cast_ray.models.loading import LoadedTarget, load_target, resolve_device, resolve_dtype
 from cast_ray.models.target import ATTENTION_NAME
 from cast_ray.training.answers import Answer, read_answers, write_answers
@@ -55,6 +57,11 @@ def run_training(config: TrainConfig, console: Console | None = None) -> Path:
     write_answers(config, given, loaded.tokenizer, step_report(console))
     answers = list(read_answers(work))
     held_out = list(read_answers(work, "held_out"))
+    seen = {token for _, part in answers for a in part for token in (*a.prompt_ids, *a.token_ids)}
+    draft = write_config(config, loaded, seen, work / "training")
+    raw = read_json(work / "training" / "config.json")
+    record = pair_record(raw, loaded)
+    speed_up(loaded.model)  # last of all that reads the plain weights is their record
     sequences = _features(config, loaded, taps, answers, work / "features", console)
     if not len(sequences):
         problem = "gave no answer of at least two tokens to train on"
@@ -62,8 +69,6 @@ def run_training(config: TrainConfig, console: Console | None = None) -> Path:
     greedy = [(number, [answer for answer in part if not answer.temperature]) for number, part in held_out]
     unseen = _features(config, loaded, taps, greedy, work / "held_out_features", console)
 
-    seen = {token for _, part in answers for a in part for token in (*a.prompt_ids, *a.token_ids)}
-    draft = write_config(config, loaded, seen, work / "training")
     embedding, head = lent(loaded)
     state = fresh_state(config, draft, sequences, embedding, device)
     if state.load(work / "training"):
@@ -76,8 +81,7 @@ def run_training(config: TrainConfig, console: Console | None = None) -> Path:
     with TrainingProgress(console, config) as progress:
         train(config, draft, state, sequences, frozen, dtype, progress.step)
 
-    raw = read_json(work / "training" / "config.json")
-    export(state, raw, vocabulary, loaded, config.output_dir)
+    export(state, {**raw, RECORD: record}, vocabulary, config.output_dir)
     progress.plot(state, config.output_dir)
     facts = {
         "target": config.target,

@@ -13,24 +13,20 @@ from torch import Tensor
 
 from cast_ray.drafters.checkpoint import WEIGHTS
 from cast_ray.drafters.head import SHORTLIST
-from cast_ray.drafters.pair import RECORD, pair_record
-from cast_ray.models.loading import LoadedTarget
 from cast_ray.training.files import write_json, write_whole
 from cast_ray.training.state import TrainingState
 
 
-def export(
-    state: TrainingState, config: dict[str, Any], vocabulary: Tensor, loaded: LoadedTarget, folder: Path
-) -> None:
-    """Write config.json with the record of the pair, model.safetensors (bfloat16) and the shortlist.
+def export(state: TrainingState, config: dict[str, Any], vocabulary: Tensor, folder: Path) -> None:
+    """Write config.json, model.safetensors (bfloat16) and the shortlist.
 
-    config: the drafter's config.json. vocabulary: the tokens that it was trained to propose.
+    config: the drafter's config.json, with the record of its pair. vocabulary: tokens that it was trained to propose.
     """
     weights = {name: tensor.detach().clone() for name, tensor in state.network.state_dict().items()}
     # The public format reads features as they are.
     weights["fc.weight"] = weights["fc.weight"] / state.scale
     public = {public_name(name): tensor.to("cpu", torch.bfloat16).contiguous() for name, tensor in weights.items()}
-    write_json(folder / "config.json", {**config, RECORD: pair_record(config, loaded)})
+    write_json(folder / "config.json", config)
     write_whole(folder / WEIGHTS, lambda part: save_file(public, part, metadata={"format": "pt"}))
     write_whole(folder / SHORTLIST, lambda part: save_file({"token_ids": vocabulary.cpu()}, part))
 
