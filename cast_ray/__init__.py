@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from cast_ray.serve.app import build_app
 
 # OpenMP threads spin for each other at the end of every parallel loop. On a core that another process needs too, the
-# one spun for does not run, and a forward takes tens of times as long. A short spin, then sleep, costs nothing on a
-# quiet machine. It is read when PyTorch is loaded, so it stands here, before that.
+# one spun for does not run, and a forward takes tens of times as long. Sleeping at once costs a wake-up in every
+# product. This many turns bridge the gap between two small products, and no more. It is read when PyTorch is loaded, so
+# it stands here, before that.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "4000")
 
 __version__ = "0.1.0"
 __all__ = [

@@ -1,24 +1,30 @@
-"""The decoder blocks of Llama, Qwen and Mistral models with fewer and larger operations, on a CPU.
+"""The decoder layers of Llama, Qwen and Mistral models with fewer and larger operations, on a CPU.
 
-Query, key and value projections are one product, gate and up another; rotary embedding runs once over all heads; norms
-are PyTorch's own. Everything else, the layers themselves included, stays the Hugging Face module, and so do models of
-other kinds: they keep their blocks and get packed linear layers alone.
+Query, key and value projections are one product, gate and up another; rotary embedding runs once over all heads, in
+place; a norm is four operations. Around the layers stays the Hugging Face model, and models of other kinds keep theirs
+too: they get packed linear layers alone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP, MistralRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import (
+    MistralAttention,
+    MistralDecoderLayer,
+    MistralMLP,
+    MistralRMSNorm,
+)
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 
 from cast_ray.models.attention.base import Attending, Layer
 from cast_ray.models.linear import PackedLinear, can_pack, pack_linears
@@ -26,18 +32,21 @@ from cast_ray.models.linear import PackedLinear, can_pack, pack_linears
 ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
 MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
 NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 
 
 class FusedNorm(nn.Module):
-    """Root-mean-square norm in one call."""
+    """Root-mean-square norm: `x * weight * sqrt(n) / hypot(|x|, sqrt(n * eps))` over the last n values."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight = norm.weight
-        self.eps = float(norm.variance_epsilon)
+        size = norm.weight.numel()
+        self.weight = nn.Parameter(norm.weight.detach() * size**0.5, requires_grad=False)
+        self.register_buffer("_least", torch.tensor((size * float(norm.variance_epsilon)) ** 0.5), persistent=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+        length = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True)
+        return torch.mul(hidden_states, self.weight).div_(torch.hypot(length, self._least))
 
 
 class FusedMLP(nn.Module):
@@ -86,10 +95,34 @@ class FusedAttention(nn.Module):
             queries, keys = turned.split([self.heads, self.kv_heads], dim=1)
             turned = torch.cat([self.q_norm(queries), self.k_norm(keys)], dim=1)
         cos, sin = position_embeddings
-        turned = torch.addcmul(turned * cos, turned.roll(self.head_dim // 2, dims=-1), sin)
+        half_turn = turned.roll(self.head_dim // 2, dims=-1)
+        turned = turned.mul_(cos).addcmul_(half_turn, sin)
         queries, keys = turned.split([self.heads, self.kv_heads], dim=1)
         out = attending.attend(queries, keys, values, self.layer)
         return self.o_proj(out.reshape(1, out.shape[0], -1)), None
+
+
+class FusedLayer(nn.Module):
+    """A pre-norm decoder layer of fused parts; sums into what its products made."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.input_layernorm = layer.input_layernorm
+        self.self_attn = layer.self_attn
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.mlp = layer.mlp
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attending: Attending | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """hidden_states `[1, T, hidden]`, left as it is: a drafter may read it."""
+        out, _weights = self.self_attn(self.input_layernorm(hidden_states), position_embeddings, attending)
+        between = out.add_(hidden_states)
+        return self.mlp(self.post_attention_layernorm(between)).add_(between)  # type: ignore[no-any-return]
 
 
 class SignedRotary(nn.Module):
@@ -119,15 +152,20 @@ def speed_up(model: PreTrainedModel) -> int:
         return 0
     decoder = model.get_decoder()
     attentions = [getattr(layer, "self_attn", None) for layer in decoder.layers]
-    count = _fuse_parts(decoder)
+    count = _replace(decoder, MLPS, FusedMLP)
     # One rotary embedding serves all layers, so they change together or not at all.
     if all(type(block) in ATTENTIONS for block in attentions) and hasattr(decoder, "rotary_emb"):
         decoder.rotary_emb = SignedRotary(decoder.rotary_emb)
         for layer, block in zip(decoder.layers, attentions, strict=True):
             layer.self_attn = FusedAttention(block)
             count += 1
+        for place, layer in enumerate(decoder.layers):
+            if type(layer) in LAYERS:
+                decoder.layers[place] = FusedLayer(layer)
+                count += 1
     count += pack_linears(model, keep=model.get_output_embeddings())
     model.float()  # what is left: embedding, norms
+    count += _replace(decoder, NORMS, FusedNorm)  # these scale their weights, so not in 16 bits
     _return_free_memory()
     return count
 
@@ -136,20 +174,16 @@ def speed_up_network(network: nn.Module) -> int:
     """Fuse the MLPs and norms of a drafter's network and pack its linear layers, in place. Returns how many."""
     if not can_pack(network):
         return 0
-    return _fuse_parts(network) + pack_linears(network)
+    return _replace(network, MLPS, FusedMLP) + pack_linears(network) + _replace(network, NORMS, FusedNorm)
 
 
-def _fuse_parts(module: nn.Module) -> int:
+def _replace(module: nn.Module, kinds: tuple[type[nn.Module], ...], by: Callable[[Any], nn.Module]) -> int:
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) in MLPS:
-                setattr(parent, name, FusedMLP(child))
-            elif type(child) in NORMS:
-                setattr(parent, name, FusedNorm(child))
-            else:
-                continue
-            count += 1
+            if type(child) in kinds:
+                setattr(parent, name, by(child))
+                count += 1
     return count
 
 
