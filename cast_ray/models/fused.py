@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import (
@@ -41,6 +40,7 @@ class FusedNorm(nn.Module):
     def __init__(self, norm: Any) -> None:
         super().__init__()
         size = norm.weight.numel()
+        self._least: Tensor
         self.weight = nn.Parameter(norm.weight.detach() * size**0.5, requires_grad=False)
         self.register_buffer("_least", torch.tensor((size * float(norm.variance_epsilon)) ** 0.5), persistent=False)
 
@@ -122,7 +122,7 @@ class FusedLayer(nn.Module):
         """hidden_states `[1, T, hidden]`, left as it is: a drafter may read it."""
         out, _weights = self.self_attn(self.input_layernorm(hidden_states), position_embeddings, attending)
         between = out.add_(hidden_states)
-        return self.mlp(self.post_attention_layernorm(between)).add_(between)  # type: ignore[no-any-return]
+        return self.mlp(self.post_attention_layernorm(between)).add_(between)
 
 
 class SignedRotary(nn.Module):
