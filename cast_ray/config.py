@@ -1,7 +1,6 @@
-"""Settings of an engine, a pool and a batch job, and how they are found.
+"""Settings of an engine, a pool, a batch job and a server: their names, defaults, limits and what they are for.
 
-One precedence everywhere: what the caller or the command line says, then the YAML file, then the environment
-(`CAST_RAY_<FIELD>`), then the default. Nothing here reads a model or starts a process.
+Where their values come from is `settings`'s. Nothing here reads a model or starts a process.
 """
 
 from __future__ import annotations
@@ -10,17 +9,14 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cast_ray.errors import ConfigError, RequestError, describe
 from cast_ray.request import SamplingParams
 
-ENV_PREFIX = "CAST_RAY_"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-Kind = TypeVar("Kind", bound="Settings")
 
 
 class Settings(BaseModel):
@@ -44,15 +40,24 @@ class EngineConfig(Settings):
 
     target: str = Field("embedded", description="HF folder, hub id, .gguf file, or 'embedded' (SmolLM2-135M-Instruct)")
     drafter: str | None = Field(
-        "auto", description="DFlash folder or hub id, 'embedded', 'none', or 'auto': embedded for the embedded target"
+        "auto",
+        description="DFlash folder or hub id, 'embedded', 'none', or 'auto': embedded for the embedded target; "
+        "'lookup' finds candidates in the text itself and earlier rows, 'embedded+lookup' and 'FOLDER+lookup' do both",
     )
     width: str = Field(
         "joint", description="how many candidates to verify: ar, chain, fixed:N, deployment, round or joint"
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 where the device computes in it, else float32"
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:I")
+    attention: Literal["auto", "flashinfer", "sdpa"] = Field(
+        "auto", description="kernels that attend; auto: FlashInfer where it can run, else PyTorch's SDPA"
+    )
+    graphs: Literal["auto", "on", "off"] = Field(
+        "auto", description="replay forwards that were captured in sizes; auto: on CUDA; elsewhere it saves nothing"
+    )
+    graph_seconds: float = Field(20.0, ge=0, description="most seconds that capturing forwards may take at start")
     threads: int | None = Field(None, ge=1, description="CPU threads of this engine; default: PyTorch's own choice")
     max_batch_size: int = Field(16, ge=1, le=1024, description="requests decoded together in one round")
     max_context: int | None = Field(None, ge=2, description="prompt + output tokens of a request; default: the model's")
@@ -65,9 +70,15 @@ class EngineConfig(Settings):
     kv_cache_tokens: int | None = Field(
         None,
         ge=16,
-        description="tokens that the KV pool holds; default: a quarter of the free memory, no more than used",
+        description="tokens that the KV pool holds; default: what fits in memory_share, no more than used",
+    )
+    memory_share: float | None = Field(
+        None, gt=0, le=1, description="of the free memory, the engine's part; default: 0.9 of a GPU, 0.25 of a CPU"
     )
     prefix_cache: bool = Field(True, description="requests share the KV pages of the prompt prefix they have in common")
+    lookup_tokens: int = Field(
+        1 << 20, ge=0, le=1 << 26, description="tokens of finished rows that lookup keeps for later ones; 0 keeps none"
+    )
     watch_drafter: bool = Field(
         True, description="go on without a drafter whose candidates are accepted no better than by chance"
     )
@@ -303,6 +314,10 @@ class ServeConfig(Settings):
     keys_file: Path | None = Field(
         None, description="YAML file of hashed API keys and their limits; default: no key is needed, on loopback only"
     )
+    share_lookups: bool = Field(
+        False,
+        description="lookup may use finished answers for later requests of the same key (without keys: of all)",
+    )
     open_status: bool = Field(True, description="/health and the page's files need no key")
     storage: Path | None = Field(None, description="folder of uploaded files and batches; default: in the user's cache")
     batch_concurrency: int = Field(32, ge=1, description="requests of one batch file that are aboard at once")
@@ -354,59 +369,6 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> str:
             remedy = f"It is: {about.description}" if about and about.description else "See the README's settings"
             lines.append(describe(name, item["input"], item["msg"].rstrip("."), remedy))
     return "; ".join(lines)
-
-
-def load_settings(kind: type[Kind], path: str | Path | None = None, overrides: dict[str, Any] | None = None) -> Kind:
-    """Settings from overrides, then a YAML file, then the environment, then defaults.
-
-    overrides: nested mapping; a `None` means "not said". Environment names are `CAST_RAY_` and the field's path in
-    capitals joined by two underscores (`CAST_RAY_ENGINE__DTYPE=float32`).
-    """
-    values = _from_environment(kind)
-    if path is not None:
-        values = _merge(values, _read_yaml(Path(path)))
-    return kind(**_merge(values, overrides or {}))
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            describe("config", str(path), f"cannot be read ({error.strerror})", "Check the path")
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        detail = " ".join(str(error).split())
-        raise ConfigError(describe("config", str(path), f"is not YAML ({detail})", "Mend that line")) from None
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise ConfigError(describe("config", str(path), "must be a mapping of settings", "Write `name: value` lines"))
-    return loaded
-
-
-def _from_environment(kind: type[BaseModel], prefix: str = ENV_PREFIX) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, about in kind.model_fields.items():
-        inner = about.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            nested = _from_environment(inner, f"{prefix}{name.upper()}__")
-            if nested:
-                found[name] = nested
-        elif (value := os.environ.get(prefix + name.upper())) is not None:
-            found[name] = value
-    return found
-
-
-def _merge(low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(low)
-    for name, value in high.items():
-        if isinstance(value, dict):
-            inner = merged.get(name)
-            merged[name] = _merge(inner if isinstance(inner, dict) else {}, value)
-        elif value is not None:
-            merged[name] = value
-    return merged
 
 
 def cache_dir() -> Path:

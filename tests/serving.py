@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from cast_ray.config import EngineConfig
 from cast_ray.engine.engine import Engine
+from cast_ray.serve.backend import ABOUT_FRESH_S
 from cast_ray.serve.keys import new_key
 from tests.support import qwen3, save_tiny_drafter, save_tiny_model
 
@@ -25,6 +26,7 @@ SHAPE = qwen3(vocab_size=64)
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}{% if tools %}t9 {% endif %}t1"
 # A slow machine that does other things too must not fail a test: what is waited for comes, or never does.
 PATIENCE_S = 240.0
+LONG = {"max_tokens": 400, "temperature": 0, "extra_body": {"ignore_eos": True}}
 KEYS: Mapping[str, Mapping[str, int]] = {"free": {}, "slow": {"requests_per_minute": 2}, "single": {"concurrency": 1}}
 
 
@@ -118,3 +120,16 @@ def wait_for(done: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
     while not done():
         assert time.monotonic() < until, "it did not come to it in time"
         time.sleep(0.25)
+
+
+def freed(server: Server) -> bool:
+    """Nothing aboard any replica, and every page free again."""
+    time.sleep(ABOUT_FRESH_S)  # or what is told may be from before
+    found = server.replicas()
+    return bool(found) and all(
+        not one["aboard"]
+        and not one["engine"]["running"]
+        and not one["engine"]["waiting"]
+        and one["engine"]["kv_pages_free"] == one["engine"]["kv_pages"]
+        for one in found
+    )

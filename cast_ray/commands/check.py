@@ -9,7 +9,8 @@ import typer
 
 from cast_ray.commands.options import option
 from cast_ray.commands.prompts import load_prompts
-from cast_ray.config import EngineConfig, load_settings
+from cast_ray.config import EngineConfig
+from cast_ray.settings import load_settings
 
 EXIT_DIFFERENT = 1
 

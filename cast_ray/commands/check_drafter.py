@@ -9,7 +9,8 @@ import typer
 
 from cast_ray.commands.options import option
 from cast_ray.commands.prompts import load_prompts
-from cast_ray.config import EngineConfig, load_settings
+from cast_ray.config import EngineConfig
+from cast_ray.settings import load_settings
 
 
 def check_drafter(
@@ -61,4 +62,8 @@ def check_drafter(
     readings = Table("read as", "round length", "promised", box=None)
     for variation, result in found.tried:
         readings.add_row(variation.name, f"{result.round_length:.2f} ±{result.error:.2f}", f"{result.promised:.2f}")
-    console.print(depths, "", readings, "", *found.verdict(), sep="\n")
+    places = Table("context", "on what follows", "difference", box=None, title="The same roots at other positions")
+    for shift in found.shifts:
+        gain = f"{shift.shifted - shift.own:+.3f} ±{shift.error:.3f}"
+        places.add_row(f"positions {shift.shift:+d}", f"{shift.shifted:.3f} against {shift.own:.3f}", gain)
+    console.print(depths, "", readings, "", places, "", *found.verdict(), sep="\n")

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from cast_ray.commands.options import option
-from cast_ray.config import EngineConfig, load_settings
+from cast_ray.config import EngineConfig
+from cast_ray.settings import load_settings
 
 
 def explain(

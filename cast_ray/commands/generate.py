@@ -11,8 +11,9 @@ from rich.console import Console
 
 from cast_ray.batch.job import JobConfig
 from cast_ray.commands.options import option
-from cast_ray.config import EngineConfig, PoolConfig, load_settings
+from cast_ray.config import EngineConfig, PoolConfig
 from cast_ray.errors import ConfigError, describe
+from cast_ray.settings import load_settings
 
 # Columns of the report where there is no terminal to ask.
 REPORT_WIDTH = 120

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from cast_ray.commands.options import option
-from cast_ray.config import EngineConfig, ServeConfig, load_settings
+from cast_ray.config import EngineConfig, ServeConfig
+from cast_ray.settings import load_settings
 
 
 def serve(

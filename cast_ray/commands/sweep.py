@@ -9,8 +9,9 @@ import typer
 
 from cast_ray.commands.options import option
 from cast_ray.commands.prompts import load_prompts
-from cast_ray.config import EngineConfig, load_settings
+from cast_ray.config import EngineConfig
 from cast_ray.errors import ConfigError, describe
+from cast_ray.settings import load_settings
 
 DEFAULT_WIDTHS = "0,3,7,11,15,23,31,47,63,95,127"
 

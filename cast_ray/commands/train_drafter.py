@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from cast_ray.commands.options import option
-from cast_ray.config import load_settings
 from cast_ray.errors import ConfigError, describe
+from cast_ray.settings import load_settings
 from cast_ray.training.config import TrainConfig
 
 

@@ -12,12 +12,13 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from cast_ray.config import ServeConfig, load_settings
+from cast_ray.config import ServeConfig
 from cast_ray.errors import ConfigError, describe
 from cast_ray.serve.guard import App
 from cast_ray.serve.replica import EngineFactory, EngineReplica, default_engine
 from cast_ray.serve.routing import FinishTimeRouter
 from cast_ray.serve.scaling import ByOutstandingTokens
+from cast_ray.settings import load_settings
 
 ENGINE, API = "engine", "api"
 # Streams that one API process holds; it only waits for them.

@@ -104,12 +104,14 @@ def chat_delta(part: Part, calls: int) -> tuple[dict[str, Any], int]:
     return {"tool_calls": [{"index": calls, **call}]}, calls + 1
 
 
-def completion_logprobs(rows: Sequence[TokenLogprob | None] | None, words: Words) -> dict[str, Any] | None:
-    """The old form: parallel lists."""
+def completion_logprobs(
+    rows: Sequence[TokenLogprob | None] | None, words: Words, place: int = 0
+) -> dict[str, Any] | None:
+    """The old form: parallel lists. place: characters of the tokens before these."""
     if rows is None:
         return None
     texts = [words.get(row.token_id, "") if row is not None else "" for row in rows]
-    offsets, place = [], 0
+    offsets = []
     for text in texts:
         offsets.append(place)
         place += len(text)

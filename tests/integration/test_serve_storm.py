@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-# What it adds to `test_serve` is numbers: the kill, the rude clients and the full queues are there one by one.
+# What it adds to `serve/test_load` is numbers: the kill, the rude clients and the full queues are there one by one.
 @pytest.mark.slow
 def test_a_storm_hangs_nothing_changes_nothing_and_leaves_nothing() -> None:
     numbers = ["--clients", "16", "--seconds", "20", "--prompts", "8", "--patience", "300"]

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from cast_ray.batch.driver import JobConfig
-from cast_ray.config import load_settings
 from cast_ray.pool.placement import NodeResources, place
+from cast_ray.settings import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "cluster"

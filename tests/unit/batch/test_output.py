@@ -19,9 +19,9 @@ from cast_ray.batch.manifest import Manifest
 from cast_ray.batch.output import check_complete, check_output, clear_output, count_output
 from cast_ray.batch.parts import PartFormat, Parts
 from cast_ray.batch.storage import Storage
-from cast_ray.config import load_settings
 from cast_ray.errors import ConfigError, EngineError, InputError
 from cast_ray.pool.rows import RowAnswer
+from cast_ray.settings import load_settings
 from cast_ray.stats.report import JobTimes, render, summarise
 from tests.fake_engine import fake_stats
 

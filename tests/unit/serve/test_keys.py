@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cast_ray.config import ServeLimits
 from cast_ray.errors import ConfigError
-from cast_ray.serve.keys import REREAD_S, Keyring, hash_key, new_key
+from cast_ray.serve.answers import question_of
+from cast_ray.serve.keys import REREAD_S, Caller, Keyring, hash_key, new_key
+from cast_ray.serve.protocol import CompletionRequest
 from cast_ray.serve.refusal import Refusal
 
 
@@ -122,3 +125,30 @@ def test_a_file_that_is_none_is_refused_at_the_start(tmp_path: Path, text: str) 
         Keyring(tmp_path / "keys.yaml").load()
     with pytest.raises(ConfigError):
         Keyring(tmp_path / "absent.yaml").load()
+
+
+def test_answers_are_looked_up_among_the_requests_of_a_key_that_shares_and_never_among_others(tmp_path: Path) -> None:
+    shares, keeps, unsaid = (new_key() for _ in range(3))
+    entries = [
+        {"name": "shares", "sha256": shares[1], "share_lookups": True},
+        {"name": "keeps", "sha256": keeps[1], "share_lookups": False},
+        {"name": "unsaid", "sha256": unsaid[1]},
+    ]
+    path = tmp_path / "keys.yaml"
+    path.write_text(yaml.safe_dump({"keys": entries}))
+    ring = Keyring(path)
+    ring.load()
+
+    def scope(key: str, default: bool) -> str | None:
+        return ring.check(f"Bearer {key}").lookup_scope(default)
+
+    assert [scope(key, False) for key, _ in (shares, keeps, unsaid)] == ["key shares", None, None]
+    assert [scope(key, True) for key, _ in (shares, keeps, unsaid)] == ["key shares", None, "key unsaid"]
+    assert Caller().lookup_scope(False) is None
+
+
+def test_a_question_carries_the_scope_to_the_engines_and_has_none_unless_told() -> None:
+    body = CompletionRequest(model="m", prompt="hello", max_tokens=4)
+    told = question_of(body, ServeLimits(), "m", lookup_scope="key alice")
+    assert [ask.lookup_scope for ask in told.asks] == ["key alice"]
+    assert [ask.lookup_scope for ask in question_of(body, ServeLimits(), "m").asks] == [None]

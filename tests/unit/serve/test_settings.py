@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cast_ray.config import ServeConfig, load_settings
+from cast_ray.config import ServeConfig
 from cast_ray.errors import ConfigError
 from cast_ray.serve.app import _nested
+from cast_ray.settings import load_settings
 
 
 def test_the_default_is_this_machine_only_and_others_need_keys() -> None:
