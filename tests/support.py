@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
+from cast_ray import Engine, EngineConfig
 from cast_ray.drafters.checkpoint import DFlashConfig, read_config
 from cast_ray.drafters.dflash import DFlashModel
 from cast_ray.stats import comparison
 from cast_ray.stats.comparison import reference_greedy as reference_greedy
+from tests.byte_tokenizer import byte_level
+from tests.families import TINY as TINY
 
 
 def save_tiny_model(folder: Path, config: Any, seed: int = 0, spread: float = 1.0) -> Path:
@@ -84,6 +89,48 @@ def dflash2_block(**changes: Any) -> dict[str, Any]:
     return {**block, **parts, **changes}
 
 
+def save_spelling_pair(folder: Path, make: Callable[..., Any]) -> None:
+    """`target` and `drafter` in `folder`: of bytes, so it can write any text, with the tokenizer's end token.
+
+    make: a tiny config, from what is to differ of it.
+    """
+    tokenizer = byte_level()
+    ends = tokenizer.eos_token_id
+    config = make(vocab_size=len(tokenizer), eos_token_id=ends, max_position_embeddings=1024)
+    save_tiny_model(folder / "target", config)
+    tokenizer.save_pretrained(folder / "target")
+    path = folder / "target" / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ends}))
+    save_tiny_drafter(folder / "drafter", target=config)
+
+
+def tiny_engine(target: Path, drafter: Path | None, width: str, /, **changes: Any) -> Engine:
+    """An engine in float32 on the CPU whose small pages, steps and batches make every border come often.
+
+    A random drafter is to go on drafting, so nothing watches it. Profiles lie beside the target. `changes`: settings.
+    """
+    settings: dict[str, Any] = {
+        "target": str(target),
+        "drafter": "none" if drafter is None else str(drafter),
+        "width": width,
+        "dtype": "float32",
+        "device": "cpu",
+        "page_size": 4,
+        "max_batch_size": 5,
+        "max_step_tokens": 24,
+        "probe_seconds": 1.0,
+        "watch_drafter": False,
+        "profile_dir": target / "profiles",
+    }
+    return Engine(EngineConfig(**{**settings, **changes}))
+
+
+def tiny_prompts(count: int, seed: int = 3) -> list[list[int]]:
+    """Token prompts of unlike lengths over a tiny model's vocabulary."""
+    rng = random.Random(seed)
+    return [[rng.randrange(12) for _ in range(rng.choice([1, 2, 5, 17, 40]))] for _ in range(count)]
+
+
 class Comparison(comparison.Comparison):
     """The package's own, that fails where tokens part without a tie, or ties abound."""
 
@@ -104,23 +151,6 @@ class Comparison(comparison.Comparison):
         """At most one tie in 5,000 tokens, and one by chance."""
         assert self.tokens > 0
         assert self.holds, f"{self.ties} near-ties in {self.tokens} tokens"
-
-
-# A tiny model's shape, with so few tokens that a tree often holds the right one.
-TINY: dict[str, Any] = {
-    "vocab_size": 12,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
 
 
 def qwen3(**changes: Any) -> Qwen3Config:

@@ -6,9 +6,10 @@ Only safetensors and GGUF are read, never pickles. It does not know how the engi
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +30,11 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as hf_logging
 
-from cast_ray.errors import ConfigError, ModelError, describe
+from cast_ray.errors import ModelError, describe
 from cast_ray.models.embedded import HUB_ID, INSTALL, embedded_gguf
+from cast_ray.models.fit import check_fits
 from cast_ray.models.gguf_file import converted_folder
+from cast_ray.models.quantized import check_quantization, make_plain
 
 HUB_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # What a model needs, from the top of a repository: subfolders and `consolidated*` hold the same weights again.
@@ -40,6 +43,7 @@ HUB_SKIPPED = ["*/*", "consolidated*"]
 TOKENIZER_FILES = ["tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json"]
 
 _QUIET = threading.RLock()
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,18 +64,26 @@ def load_target(
     device: torch.device,
     *,
     trust_remote_code: bool = False,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
+    check: Callable[[Any, str], None] | None = None,
 ) -> LoadedTarget:
     """Load a target and its tokenizer.
 
     name: a Hugging Face folder, a hub id (`org/name`), a .gguf file, or `embedded`. trust_remote_code: run modelling
-    code that comes with the checkpoint. attn_implementation: a name known to transformers' AttentionInterface. The
-    first load of a GGUF file converts it (see `gguf_file.converted_folder`). Raises ModelError.
+    code that comes with the checkpoint. attn_implementation: a name known to transformers' AttentionInterface; None:
+    its own choice. check: sees the config and the name before weights are read, and may refuse; a model of foreign
+    code is not shown to it. The first load of a GGUF file converts it (see `gguf_file.converted_folder`). Raises
+    ModelError.
     """
     folder, source = _find(name, trust_remote_code)
     with _quiet():
-        config = _read_config(name, folder, trust_remote_code)
+        config, foreign = _read_config(name, folder, trust_remote_code)
+        if check is not None and not foreign:
+            check(config, name)
+        quantized = check_quantization(config, name, device)
+        plain = quantized is None or make_plain(config, quantized, device)
         _require_weights(name, folder)
+        check_fits(name, folder, dtype, device)
         max_context = getattr(config.get_text_config(), "max_position_embeddings", None)
         if not max_context:
             remedy = "Add max_position_embeddings to config.json"
@@ -87,12 +99,21 @@ def load_target(
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
+                # Quantised layers are made on the device that they compute on.
+                device_map=None if plain else {"": device},
             )
     if missing := sorted(info["missing_keys"]):  # transformers fills them with random numbers
         problem = f"the weights in {folder} lack {len(missing)} tensors, first {missing[0]}"
         raise ModelError(describe("target", name, problem, f"Check that folder; {_again(source)}"))
-    with _explained(name, f"does not go onto {device}", "Use a device with more memory, bfloat16, or a smaller model"):
-        model = model.to(device)
+    if plain:
+        remedy = "Use a device with more memory, bfloat16, or a smaller model"
+        with _explained(name, f"does not go onto {device}", remedy):
+            model = model.to(device)
+    if foreign and check is not None:
+        problem = "target %r runs code of its checkpoint, and nothing shows that trees are exact under it: %s"
+        logger.warning(problem, name, "try `cast-ray check` first")
+    if plain and quantized is not None:
+        logger.warning("target %r: its %s weights become plain %s ones on this device", name, quantized, model.dtype)
     return LoadedTarget(
         model=model.requires_grad_(False).eval(),
         tokenizer=tokenizer,
@@ -124,45 +145,6 @@ def target_fingerprint(loaded: LoadedTarget) -> dict[str, Any]:
         "experts": getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None),
         "vocab_size": config.vocab_size,
     }
-
-
-def resolve_device(name: str) -> torch.device:
-    """`auto` (CUDA where there is one, else the CPU), `cpu`, `cuda` or `cuda:I` as a device. Raises ConfigError."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    match = re.fullmatch(r"cuda(?::(\d+))?", name)
-    if match is None:
-        raise ConfigError(describe("device", name, "is no device", "Use auto, cpu, cuda or cuda:I"))
-    if not torch.cuda.is_available():
-        remedy = f"Use device=cpu, or a PyTorch built for CUDA (this is {torch.__version__}) on a machine with a GPU"
-        raise ConfigError(describe("device", name, "PyTorch sees no CUDA device", remedy))
-    index, count = int(match[1] or 0), torch.cuda.device_count()
-    if index >= count:
-        raise ConfigError(describe("device", name, "no such CUDA device", f"This process sees {count}, counted from 0"))
-    return torch.device("cuda", index)
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`float32`, `bfloat16`, or `auto`: bfloat16 where the device computes in it, else float32. Raises ConfigError."""
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if name == "auto":
-        return torch.bfloat16 if computes_in_bfloat16(device) else torch.float32
-    if name not in known:
-        raise ConfigError(describe("dtype", name, "is no dtype of the engine", "Use auto, float32 or bfloat16"))
-    return known[name]
-
-
-def computes_in_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 products are the device's own; elsewhere PyTorch emulates them, slower than float32."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)[0] >= 8
-    if device.type == "cpu":
-        # PyTorch keeps these private, so a release may drop one: then float32, which is right everywhere.
-        probes = [getattr(torch.cpu, f"_is_{feature}_supported", None) for feature in ("avx512_bf16", "amx_tile")]
-        return any(bool(probe()) for probe in probes if probe is not None)
-    return False
 
 
 def _find(name: str, trust_remote_code: bool) -> tuple[Path, str]:
@@ -199,7 +181,8 @@ def _fetch(name: str, hub_id: str, trust_remote_code: bool, problem: str, remedy
         return Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=HUB_SKIPPED))
 
 
-def _read_config(name: str, folder: Path, trust_remote_code: bool) -> Any:
+def _read_config(name: str, folder: Path, trust_remote_code: bool) -> tuple[Any, bool]:
+    """The config, and whether the model's code comes with the checkpoint."""
     if not (folder / "config.json").is_file():
         remedy = "Pass a folder written by save_pretrained"
         if files := sorted(folder.glob("*.gguf")):
@@ -215,11 +198,11 @@ def _read_config(name: str, folder: Path, trust_remote_code: bool) -> Any:
     problem = f"transformers {transformers.__version__} cannot read {folder / 'config.json'}"
     with _explained(name, problem, "Check its model_type; a newer transformers may know it"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    own_code = trust_remote_code and "AutoModelForCausalLM" in remote
+    own_code = bool(trust_remote_code and "AutoModelForCausalLM" in remote)
     if not own_code and not _is_causal_lm(config):
         problem = f"is no causal language model ({', '.join(config.architectures or [str(model_type)])})"
         raise ModelError(describe("target", name, problem, "Use a decoder-only model, such as Llama or Qwen3"))
-    return config
+    return config, own_code
 
 
 def _is_causal_lm(config: Any) -> bool:
@@ -227,7 +210,10 @@ def _is_causal_lm(config: Any) -> bool:
     if known is None or config.is_encoder_decoder:
         return False
     if config.architectures:
-        return any(kind == known or "CausalLM" in kind or "LMHead" in kind for kind in config.architectures)
+        # Of some models with eyes, transformers loads the text part alone.
+        stated = {kind.replace("ForConditionalGeneration", "ForCausalLM") for kind in config.architectures}
+        kinds = stated.union(config.architectures)
+        return any(kind == known or "CausalLM" in kind or "LMHead" in kind for kind in kinds)
     return getattr(config, "is_decoder", True) is not False  # encoders such as BERT can be told to decode
 
 

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from cast_ray.config import EngineConfig
 from cast_ray.drafters.checkpoint import EMBEDDED, find_drafter, read_config
+from cast_ray.drafters.lookup import split_name
 from cast_ray.drafters.pair import RECORD
 from cast_ray.engine.engine import Engine
 from cast_ray.engine.health import CAUSES, CHANCE, KEPT
 from cast_ray.errors import ConfigError, DrafterError, describe
 from cast_ray.request import Prompt, SamplingParams
-from cast_ray.stats.acceptance import Acceptance, chain_acceptance, drafter_of, target_of
+from cast_ray.stats.acceptance import Acceptance, chain_acceptance, target_of
+from cast_ray.stats.positions import ShiftGain, compare_shifts
 
 # Other mask tokens that are tried, the tokenizer's own special ones first.
 MASK_TOKENS = 3
@@ -35,19 +35,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Variation:
-    """The drafter read otherwise. change: values of its dflash_config; shift: of its context's positions."""
+    """The drafter read otherwise. change: values of its dflash_config."""
 
     name: str
     change: dict[str, Any]
-    shift: int = 0
 
 
 @dataclass(frozen=True)
 class PairReport:
-    """What was found. said: the warnings at load; tried: every variation that could be decoded, the drafter first."""
+    """What was found. said: the warnings at load; tried: every variation that could be decoded, the drafter first;
+    shifts: the drafter with the positions of its context shifted."""
 
     said: list[str]
     tried: list[tuple[Variation, Acceptance]]
+    shifts: list[ShiftGain]
 
     @property
     def own(self) -> Acceptance:
@@ -69,10 +70,14 @@ class PairReport:
         accepted, promised = own.round_length - 1, own.promised - 1
         found = []
         if better is not None:
-            change = f"set {json.dumps(better[0].change)} in its config.json" if better[0].change else "retrain it"
             found.append(
                 f"With {better[0].name} {better[1].round_length:.2f} instead of {own.round_length:.2f} tokens a round "
-                f"are committed: {change}."
+                f"are committed: set {json.dumps(better[0].change)} in its config.json."
+            )
+        if (shift := max(self.shifts, key=lambda one: one.shifted, default=None)) is not None and shift.better:
+            found.append(
+                f"With the positions of its context {shift.shift:+d} it puts {shift.shifted:.3f} instead of "
+                f"{shift.own:.3f} on the tokens that follow: it was trained with other positions. Retrain it."
             )
         if accepted <= CHANCE:
             found.append(f"Hardly a token is accepted. Likely: {'; '.join(CAUSES)}.")
@@ -88,14 +93,13 @@ class PairReport:
 
 
 def variations(config: EngineConfig, tokenizer: Any, layers: int) -> list[Variation]:
-    """The drafter as it is, then other layers, positions and mask tokens that exist for this target."""
+    """The drafter as it is, then other layers and mask tokens that exist for this target."""
     drafter = read_config(find_drafter(_name(config)))
     tried = [Variation("the drafter as it is", {})]
     for step in (-1, 1):
         taps = [tap + step for tap in drafter.taps]
         if min(taps) >= 0 and max(taps) < layers:
             tried.append(Variation(f"layers {step:+d}", {"target_layer_ids": taps}))
-    tried += [Variation(f"positions {step:+d}", {}, shift=step) for step in (-1, 1)]
     special = [getattr(tokenizer, f"{name}_token_id", None) for name in ("mask", "pad", "unk", "eos", "bos")]
     others = dict.fromkeys(token for token in special if token is not None and token != drafter.mask_token_id)
     tried += [Variation(f"mask token {token}", {"mask_token_id": token}) for token in list(others)[:MASK_TOKENS]]
@@ -111,21 +115,21 @@ def check_pair_by_decoding(
     """Decode the prompts with each variation. Raises DrafterError or ModelError where the pair cannot be loaded."""
     folder = find_drafter(_name(config))
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    settings = config.replace(width="chain", prefix_cache=False)
+    settings = config.replace(drafter=_name(config), width="chain", prefix_cache=False)
     with _warnings() as said:
         engine = _start(settings, folder, said)
     layers = target_of(engine).loaded.model.config.get_text_config().num_hidden_layers
     todo = variations(config, engine.tokenizer, layers)
     tried = []
     for number, variation in enumerate(todo):
-        report(variation.name, number, len(todo))
+        report(variation.name, number, len(todo) + 1)
         with _changed(folder, variation.change) as changed, _warnings():
             tried_on = Engine(settings.replace(drafter=str(changed))) if variation.change else engine
-            with _shifted(tried_on, variation.shift):
-                # Without the engine's watch over its drafter, which would stop a bad one.
-                tried_on.use_policy(tried_on.policy)
-                tried.append((variation, chain_acceptance(tried_on, prompts, params)))
-    return PairReport(said, tried)
+            # Without the engine's watch over its drafter, which would stop a bad one.
+            tried_on.use_policy(tried_on.policy)
+            tried.append((variation, chain_acceptance(tried_on, prompts, params)))
+    report("positions", len(todo), len(todo) + 1)
+    return PairReport(said, tried, compare_shifts(engine, folder, prompts, params))
 
 
 def _start(settings: EngineConfig, folder: Path, said: list[str]) -> Engine:
@@ -141,7 +145,7 @@ def _start(settings: EngineConfig, folder: Path, said: list[str]) -> Engine:
 
 
 def _name(config: EngineConfig) -> str:
-    name = config.drafter
+    name, _ = split_name(config.drafter)
     if name == "auto":
         name = EMBEDDED if config.target == EMBEDDED else "none"
     if name is None or name == "none":
@@ -162,26 +166,6 @@ def _changed(folder: Path, change: dict[str, Any]) -> Iterator[Path]:
         raw.setdefault("dflash_config", {}).update(change)
         (copy / "config.json").write_text(json.dumps(raw), encoding="utf-8")
         yield copy
-
-
-@contextmanager
-def _shifted(engine: Engine, shift: int) -> Iterator[None]:
-    """While inside, the drafter's context lies `shift` positions off."""
-    drafter = drafter_of(engine)
-    assert drafter is not None
-    if not shift:
-        yield
-        return
-    observe = drafter.observe
-
-    def shifted(features: Tensor, slots: Tensor, positions: Tensor) -> None:
-        observe(features, slots, (positions + shift).clamp(min=0))
-
-    drafter.observe = shifted  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del drafter.observe  # the method of its class shows again
 
 
 @contextmanager

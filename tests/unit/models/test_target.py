@@ -1,11 +1,9 @@
-"""Targets that this engine cannot run rightly are refused, or run within what it can."""
+"""What the engine reads from a target's config: the shape of its cache, and how far its positions go."""
 
 from __future__ import annotations
 
-import pytest
-from transformers import DeepseekV3Config, LlamaConfig, Phi3Config, Qwen3NextConfig
+from transformers import LlamaConfig, Phi3Config, Qwen3NextConfig
 
-from cast_ray.errors import ModelError
 from cast_ray.models.target import kv_shape, short_context
 from tests.support import qwen3
 
@@ -15,14 +13,8 @@ def test_the_shape_of_the_cache_is_read_from_the_config() -> None:
     assert kv_shape(LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2)) == (2, 4, 16)
 
 
-def test_layers_with_another_kind_of_state_are_refused() -> None:
-    with pytest.raises(ModelError, match="linear_attention"):
-        kv_shape(Qwen3NextConfig(num_hidden_layers=4))
-
-
-def test_compressed_keys_and_values_are_refused() -> None:
-    with pytest.raises(ModelError, match="multi-head latent attention"):
-        kv_shape(DeepseekV3Config())
+def test_layers_without_keys_have_no_place_in_the_cache() -> None:
+    assert kv_shape(Qwen3NextConfig(num_hidden_layers=8, num_key_value_heads=2, head_dim=16)) == (2, 2, 16)
 
 
 def test_contexts_end_where_longrope_changes_its_frequencies() -> None:
