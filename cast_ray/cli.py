@@ -11,6 +11,7 @@ import typer
 from cast_ray.commands.calibrate import calibrate
 from cast_ray.commands.check import check
 from cast_ray.commands.check_drafter import check_drafter
+from cast_ray.commands.doctor import doctor
 from cast_ray.commands.explain import explain
 from cast_ray.commands.generate import generate
 from cast_ray.commands.serve import serve
@@ -32,6 +33,7 @@ app.command()(explain)
 app.command()(check)
 app.command()(check_drafter)
 app.command()(train_drafter)
+app.command()(doctor)
 
 
 def run(command: Callable[[], Any]) -> None:

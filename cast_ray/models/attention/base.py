@@ -7,7 +7,7 @@ consecutive: all the trees of a round are one group, every prompt chunk is anoth
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class Group:
     tables: `[b, P]` int64 pages of each request.
     positions: `[b, Q]` int64 position of each new token, any value where there is none.
     mask: `[b, Q, Q]` bool, which new token (row) sees which (column); None leaves it to the layer: causal or all.
+    owners: `[b]` int64 rows of the requests' states, for targets with a recurrent one; None: 0 to b - 1.
     """
 
     start: int
@@ -33,6 +34,7 @@ class Group:
     tables: Tensor
     positions: Tensor
     mask: Tensor | None = None
+    owners: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -72,7 +74,12 @@ class Layer:
 
 
 class AttentionBackend(Protocol):
-    """Attention over the paged pool. Backends agree within floating-point tolerance."""
+    """Attention over the paged pool. Backends agree within floating-point tolerance.
+
+    page_size: tokens of a page, that of the pool whose block tables the groups carry.
+    """
+
+    page_size: int
 
     def plan(self, groups: list[Group], cache: KVCache) -> Any:
         """What all layers of a forward share; made once a forward."""
@@ -83,13 +90,46 @@ class AttentionBackend(Protocol):
         ...
 
 
+class StaticAttention(Protocol):
+    """Attention of one shape over buffers that never move: what a captured forward reads.
+
+    `fill` runs before every replay and may do anything on the host. `begin` and `run` run in the captured region: no
+    allocation that stays, nothing read by the host, no shape that depends on values.
+    """
+
+    def fill(self, group: Group) -> None:
+        """Take in a group of just the shape that was reserved, padding segments included."""
+        ...
+
+    def begin(self) -> Any:
+        """What all layers share, derived on the device; the plan that `run` gets."""
+        ...
+
+    def run(self, plan: Any, queries: Tensor, layer: Layer) -> Tensor:
+        """As `AttentionBackend.run`."""
+        ...
+
+
+@runtime_checkable
+class CapturableBackend(Protocol):
+    """A backend whose attention can be captured; others run eagerly."""
+
+    def static_shape(self, group: Group) -> tuple[int, ...] | None:
+        """What a captured forward of a group depends on beyond its tokens and requests; None: this one runs eagerly."""
+        ...
+
+    def reserve(self, group: Group, cache: KVCache) -> StaticAttention:
+        """Buffers for groups with as many tokens, requests, pages a request and the same `static_shape`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Attending:
     """A forward's metadata as it travels through the model's modules to each attention layer."""
 
     step: Step
     cache: KVCache
-    backend: AttentionBackend
+    backend: AttentionBackend | StaticAttention
     plan: Any
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, layer: Layer) -> Tensor:

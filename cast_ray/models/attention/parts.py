@@ -139,26 +139,41 @@ def _part(group: Group, first_row: Tensor, page_size: int) -> Part:
 def visible_keys(group: Group, queries: int, keys: int, causal: bool, window: int | None) -> Tensor:
     """`[b, queries, keys]` bool: which key each new token of the group sees. Rows of padding see something."""
     device = group.tables.device
-    contexts = torch.tensor(group.contexts, device=device)[:, None]
-    lengths = torch.tensor(group.lengths, device=device)[:, None]
+    contexts = torch.tensor(group.contexts, device=device)
+    lengths = torch.tensor(group.lengths, device=device)
+    return visible(contexts, lengths, group.positions, group.mask, queries, keys, causal, window)
+
+
+def visible(
+    contexts: Tensor,
+    lengths: Tensor,
+    positions: Tensor,
+    mask: Tensor | None,
+    queries: int,
+    keys: int,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """As `visible_keys`, from tensors alone. contexts, lengths: `[b]` int64; positions, mask: as a group has them."""
+    device, b = contexts.device, contexts.shape[0]
+    contexts, lengths = contexts[:, None], lengths[:, None]
     index = torch.arange(keys, device=device)[None]
     own = index - contexts  # [b, keys]: index among the segment's new tokens, negative in the cached context
     inside = (own >= 0) & (own < lengths)
     own = own.clamp(0, queries - 1)
-    b = len(group.lengths)
-    mask = group.mask
+    two_sided = mask is None and not causal
     if mask is None:
         square = (
             causal_mask(queries, device) if causal else torch.ones(queries, queries, dtype=torch.bool, device=device)
         )
         mask = square.expand(b, queries, queries)
     new = mask.gather(2, own[:, None].expand(b, queries, keys)) & inside[:, None]
-    visible = new | (index < contexts)[:, None]
+    seen = new | (index < contexts)[:, None]
     if window is not None:
-        key_positions = torch.where(index < contexts, index, group.positions.gather(1, own))
-        distance = group.positions[:, :, None] - key_positions[:, None]
+        key_positions = torch.where(index < contexts, index, positions.gather(1, own))
+        distance = positions[:, :, None] - key_positions[:, None]
         near = distance < window
-        if group.mask is None and not causal:
+        if two_sided:
             near &= distance > -window
-        visible &= near
-    return visible
+        seen &= near
+    return seen

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cast_ray.models.attention.base import Group, Layer
+from cast_ray.models.attention.explicit import attend_explicitly
 from cast_ray.models.attention.parts import Part, cut
+from cast_ray.models.attention.static_sdpa import StaticSdpa, static_shape
 from cast_ray.models.kv_cache import KVCache
 
 # On a CPU, the gathered keys and values of one part should fit its last-level cache with room to spare.
@@ -72,6 +74,14 @@ class SdpaBackend:
         flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return flat.index_select(0, order.back).view(-1, heads, dim)
 
+    def static_shape(self, group: Group) -> tuple[int, ...] | None:
+        return static_shape(group, self.page_size)
+
+    def reserve(self, group: Group, cache: KVCache) -> StaticSdpa:
+        shape = self.static_shape(group)
+        assert shape is not None
+        return StaticSdpa(group, cache, self.page_size, keys=shape[1])
+
     def _run_part(self, part: Part, cache: KVCache, queries: Tensor, layer: Layer, fold: int) -> Tensor:
         """queries `[b, kv_heads, rows, dim]` -> `[b * kv_heads * rows, dim]`."""
         keys, values = self._read(part, cache, layer.index)
@@ -79,7 +89,7 @@ class SdpaBackend:
         if layer.softcap is None and layer.sinks is None:
             out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scaling)
         else:
-            out = _attend_explicitly(queries, keys, values, mask, layer, part.queries)
+            out = attend_explicitly(queries, keys, values, mask, layer, part.queries)
         return out.reshape(-1, out.shape[-1])
 
     def _read(self, part: Part, cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
@@ -108,25 +118,3 @@ def _order(parts: list[Part], tokens: int, heads: int, kv_heads: int) -> _Order:
     back = torch.empty(tokens * heads, dtype=torch.int64, device=into.device)
     back[into[real]] = real.nonzero()[:, 0]
     return _Order(into, back, [index.shape[0] for index in indices])
-
-
-def _attend_explicitly(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, layer: Layer, q: int
-) -> Tensor:
-    """Scores written out, for the layers that SDPA has no argument for: soft caps and attention sinks.
-
-    q: new tokens of a request; rows count the heads of a key head first, then its tokens.
-    """
-    scores = torch.matmul(queries, keys.transpose(-1, -2)) * layer.scaling
-    if layer.softcap is not None:
-        scores = torch.tanh(scores / layer.softcap) * layer.softcap
-    if mask is not None:
-        scores = scores + mask
-    if layer.sinks is None:
-        return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype), values)
-    b, kv_heads, rows = scores.shape[:3]
-    sinks = layer.sinks.view(kv_heads, -1).repeat_interleave(q, dim=1)
-    sinks = F.pad(sinks, (0, rows - sinks.shape[1])).expand(b, -1, -1)[..., None]
-    scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :-1].to(values.dtype)
-    return torch.matmul(weights, values)
