@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +32,10 @@ CLOSER_POINTS = 12
 SECOND_LOOK = 0.25
 BASE_CONTEXT = 256
 LONG_CONTEXTS = (1024, 4096)
+VERY_LONG_CONTEXT = 16384  # not on a CPU, which would take minutes to look at it
 # A point is timed until it has been run often enough, or long enough and at least a few times.
 MOST_REPEATS, LEAST_REPEATS, SECONDS_A_POINT = 9, 3, 0.25
-# Beyond batch 1: a few widths, and no forward of more tokens than this.
+# Beyond batch 1: a few widths, and no forward of more tokens than this or the largest bucket.
 BATCH_WIDTHS = (0, 3, 7, 15, 31)
 MOST_TOKENS = 256
 
@@ -61,12 +63,14 @@ class Probe:
         self.max_batch = max_batch
         self.max_nodes = max_nodes
         self.top_k = top_k
+        self.buckets = target.graphs.buckets if target.graphs is not None else None
+        self._most_tokens = max(MOST_TOKENS, self.buckets.tokens[-1] if self.buckets is not None else 0)
         self._room = max_nodes + 1 if drafter is None else max(max_nodes + 1, drafter.block_size)
-        slots = target.cache.data.shape[2]
+        slots = target.cache.slots
         self._max_context = min(max_context, slots) - self._room
         self._slots = slots
 
-    def settings(self) -> dict[str, int]:
+    def settings(self) -> dict[str, Any]:
         """What decides which points there are: a part of the key of profiles."""
         return {
             "max_batch": self.max_batch,
@@ -74,6 +78,7 @@ class Probe:
             "max_context": self._max_context,
             "top_k": self.top_k,
             "page_size": self.page_size,
+            "buckets": None if self.buckets is None else self.buckets.to_list(),
         }
 
     @torch.inference_mode()
@@ -87,7 +92,7 @@ class Probe:
         draft: list[DraftPoint] = list(known.draft) if known else []
         verified = {(point.tokens, point.batch, point.context) for point in verify}
         drafted = {(point.batch, point.context) for point in draft}
-        self._fill_pool()
+        self.fill_pool()
         complete = True
         for batch, context, nodes in self._points(verify):
             if (batch, context) in drafted if nodes is None else (batch * (nodes + 1), batch, context) in verified:
@@ -98,14 +103,14 @@ class Probe:
                 complete = False
                 break
             if nodes is None:
-                median, noise = self._time(self._drafting(batch, context))
+                median, noise = self._time(self.drafting(batch, context))
                 draft.append(DraftPoint(batch, context, median, noise))
             else:
-                median, noise = self._time(self._verifying(batch, context, nodes))
+                median, noise = self._time(self.verifying(batch, context, nodes))
                 verify.append(LatencyPoint(batch * (nodes + 1), batch, context, median, noise))
         if complete:
             self._look_again(verify, min(deadline, time.perf_counter() + SECOND_LOOK * seconds))
-        return LatencyTable(verify, draft, self._host_ms()), complete
+        return LatencyTable(verify, draft, self._host_ms(), self.buckets), complete
 
     def _look_again(self, verify: list[LatencyPoint], deadline: float) -> None:
         """Measure the points of batch 1 once more: what differs from minute to minute is noise as well."""
@@ -113,7 +118,7 @@ class Probe:
             if time.perf_counter() > deadline:
                 return
             if point.batch == 1 and point.context == self._base:
-                ms, noise = self._time(self._verifying(1, point.context, point.tokens - 1))
+                ms, noise = self._time(self.verifying(1, point.context, point.tokens - 1))
                 spread = max(point.noise_ms, noise, abs(ms - point.ms) / 2)
                 verify[index] = replace(point, ms=(ms + point.ms) / 2, noise_ms=spread)
 
@@ -130,18 +135,20 @@ class Probe:
         base = self._base
         if self.drafter is not None:
             yield 1, base, None
-        coarse = coarse_counts(self.max_nodes + 1)
+        coarse = coarse_counts(self.max_nodes + 1) if self.buckets is None else self._bucket_ends()
         for count in coarse:
             yield 1, base, count - 1
         batches = [b for b in (2, 4, 8, 16, 32, 64, 128, 256) if b <= self.max_batch and self._fits(b, base)]
         yield from self._batch_points(batches[-1:], base)
-        for _ in range(CLOSER_POINTS):
+        # Between the ends of buckets there is nothing to see.
+        for _ in range(CLOSER_POINTS if self.buckets is None else 0):
             curve = {p.tokens: (p.ms, p.noise_ms) for p in verify if (p.batch, p.context) == (1, base)}
             closer = next_count(curve) if len(curve) < len(coarse) + CLOSER_POINTS else None
             if closer is None:
                 break
             yield 1, base, closer - 1
-        contexts = sorted({min(c, self._max_context) for c in LONG_CONTEXTS if self._max_context > base} - {base})
+        longer = LONG_CONTEXTS if self.target.device.type == "cpu" else (*LONG_CONTEXTS, VERY_LONG_CONTEXT)
+        contexts = sorted({min(c, self._max_context) for c in longer if self._max_context > base} - {base})
         for context in contexts:
             if self.drafter is not None:
                 yield 1, context, None
@@ -155,8 +162,14 @@ class Probe:
             if self.drafter is not None:
                 yield batch, context, None
             for nodes in BATCH_WIDTHS:
-                if nodes <= self.max_nodes and (nodes == 0 or batch * (nodes + 1) <= MOST_TOKENS):
+                if nodes <= self.max_nodes and (nodes == 0 or batch * (nodes + 1) <= self._most_tokens):
                     yield batch, context, nodes
+
+    def _bucket_ends(self) -> list[int]:
+        """Packed tokens of batch 1 at the end of every bucket; the widest tree where it lies beyond them."""
+        assert self.buckets is not None
+        most = self.max_nodes + 1
+        return sorted({min(tokens, most) for tokens in self.buckets.tokens} | {most})
 
     def _fits(self, batch: int, context: int) -> bool:
         return batch * self._pages(context) * self.page_size <= self._slots
@@ -164,7 +177,7 @@ class Probe:
     def _pages(self, context: int) -> int:
         return -(-(context + self._room) // self.page_size)
 
-    def _fill_pool(self) -> None:
+    def fill_pool(self) -> None:
         """Noise where the measured requests lie: fresh memory may hold numbers that are slow to compute with."""
         largest = max((b * self._pages(c) for b, c, _ in self._points([])), default=1) * self.page_size
         for cache in (self.target.cache, getattr(self.drafter, "cache", None)):
@@ -181,7 +194,8 @@ class Probe:
             tables=torch.arange(batch * pages, device=device).view(batch, pages),
         )
 
-    def _verifying(self, batch: int, context: int, nodes: int) -> Callable[[], Tensor]:
+    def verifying(self, batch: int, context: int, nodes: int) -> Callable[[], Tensor]:
+        """One verification, to be timed: `nodes` candidates of each request, contexts of so many tokens."""
         roots = self._roots(batch, context)
         tree = self._random_tree(batch, nodes)
         seeds = torch.zeros(1, dtype=torch.int64, device=self.target.device)
@@ -194,7 +208,8 @@ class Probe:
 
         return forward
 
-    def _drafting(self, batch: int, context: int) -> Callable[[], Tensor]:
+    def drafting(self, batch: int, context: int) -> Callable[[], Tensor]:
+        """One draft with its packing, to be timed."""
         drafter = self.drafter
         assert drafter is not None
         roots = self._roots(batch, context)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,11 +27,14 @@ from cast_ray.drafters.dflash2 import CandidateSelector, DynamicConv
 from cast_ray.drafters.head import DraftHead, read_shortlist
 from cast_ray.drafters.pending import PendingRows
 from cast_ray.errors import DrafterError, describe
-from cast_ray.models.attention.base import AttentionBackend, Group, Layer
+from cast_ray.models.attention.base import AttentionBackend, Group, Layer, StaticAttention
 from cast_ray.models.fused import speed_up_network
 from cast_ray.models.kv_cache import KVCache, slots_of
 from cast_ray.models.target import Target
 from cast_ray.trees.pack import DraftScores
+
+if TYPE_CHECKING:
+    from cast_ray.drafters.graphs import DraftGraphs
 
 # Context rows that may wait for the next proposal; when there are more, they are written to the cache by themselves.
 MAX_PENDING_ROWS = 1024
@@ -49,7 +52,7 @@ class _Forward:
     slots: Tensor
     context_rows: int
     cache: KVCache
-    backend: AttentionBackend
+    backend: AttentionBackend | StaticAttention
     plan: Any
 
 
@@ -161,9 +164,11 @@ class DFlashDrafter:
             head_dim=int(attention.head_dim),  # type: ignore[arg-type, union-attr]
             dtype=target.dtype,
             device=target.device,
+            scratch=page_size,
         )
         self._block_tail = torch.full((1, config.block_size - 1), config.mask_token_id, device=target.device)
         width = len(config.taps) * target.hidden_size
+        self.graphs: DraftGraphs | None = None
         self._pending = PendingRows(MAX_PENDING_ROWS, width, target.dtype, target.device)
 
     def shape(self) -> dict[str, Any]:
@@ -182,23 +187,32 @@ class DFlashDrafter:
         if self._pending.has_room(features.shape[0]):
             self._pending.add(features, slots, positions)
         else:
-            self._write_rows(features, slots, positions)
+            self.write_rows(features, slots, positions)
 
     def forget(self, pages: list[int]) -> None:
         self._pending.forget(torch.tensor(pages, device=self._target.device), self._page_size)
 
     def propose(self, contexts: DraftContexts, top_k: int) -> DraftScores:
-        hidden = self.block_hidden(contexts)[:, 1:]
+        rows = self._pending.take()
+        if self.graphs is not None:
+            scores = self.graphs.run(contexts, rows, top_k)
+            if scores is not None:
+                return scores
+        return self.scores(self._block_hidden(contexts, rows), contexts.roots, contexts.temperatures, top_k)
+
+    def scores(self, hidden: Tensor, roots: Tensor, temperatures: Tensor | None, top_k: int) -> DraftScores:
+        """Scores from the final states of blocks `[B, block_size, hidden]`; the rest is as DraftContexts has it."""
+        hidden = hidden[:, 1:]
         logits = self.head.logits(hidden)
         # A greedy request has no temperature to divide by: its candidates are weighed at 1.
-        temperatures = torch.ones(len(contexts.lengths), device=logits.device)
-        if contexts.temperatures is not None:
-            temperatures = torch.where(contexts.temperatures > 0, contexts.temperatures, 1.0)
+        weighed = None if temperatures is None else torch.where(temperatures > 0, temperatures, 1.0)
         selector = self.network.candidate_selector
         if selector is not None:
-            return selector.scores(hidden, *self.head.best(logits, selector.top_k), contexts.roots, temperatures)
-        if contexts.temperatures is not None:
-            logits = logits / temperatures[:, None, None]
+            if weighed is None:
+                weighed = torch.ones(roots.shape[0], device=logits.device)
+            return selector.scores(hidden, *self.head.best(logits, selector.top_k), roots, weighed)
+        if weighed is not None:
+            logits = logits / weighed[:, None, None]
         best, token_ids = self.head.best(logits, top_k)
         return DraftScores(best - logits.logsumexp(dim=-1, keepdim=True), token_ids)
 
@@ -208,40 +222,73 @@ class DFlashDrafter:
 
     def block_hidden(self, contexts: DraftContexts) -> Tensor:
         """One draft forward: `[B, block_size, hidden]`. Takes what was observed into the context on the way."""
-        batch, size, device = len(contexts.lengths), self.block_size, self._target.device
-        features, slots, positions = self._pending.take()
-        offsets = torch.arange(size, device=device)
-        block_positions = contexts.positions[:, None] + offsets
-        block_slots = slots_of(contexts.tables, block_positions, self._page_size)
-        group = Group(0, [size] * batch, contexts.lengths, contexts.tables, block_positions)
-        forward = self._forward(
-            torch.cat([slots, block_slots.reshape(-1)]),
-            torch.cat([positions, block_positions.reshape(-1)]),
-            slots.shape[0],
-            [group],
-        )
-        tokens = torch.cat([contexts.roots[:, None], self._block_tail.expand(batch, -1)], dim=1)
+        return self._block_hidden(contexts, self._pending.take())
+
+    def blocks(self, positions: Tensor, lengths: list[int], tables: Tensor) -> Group:
+        """The blocks of requests, roots at `positions` `[B]`, `lengths` as numbers; tables: `[B, P]`."""
+        places = positions[:, None] + torch.arange(self.block_size, device=positions.device)
+        return Group(0, [self.block_size] * len(lengths), lengths, tables, places)
+
+    def hidden(
+        self,
+        roots: Tensor,
+        features: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        backend: AttentionBackend | StaticAttention,
+        plan: Any,
+    ) -> Tensor:
+        """Final states `[B, block_size, hidden]` of the blocks of roots `[B]`.
+
+        features: `[c, taps * hidden]` of tokens that enter the context. slots, positions: `[c + B * block_size]`,
+        theirs and then the blocks'.
+        """
+        batch = roots.shape[0]
+        forward = self._forward(slots, positions, features.shape[0], backend, plan)
+        tokens = torch.cat([roots[:, None], self._block_tail.expand(batch, -1)], dim=1)
         blocks = F.embedding(tokens.reshape(-1), self._target.embedding)
         if self.config.input_scale != 1.0:
             blocks = blocks * self.config.input_scale
         context = self.network.context(features) if forward.context_rows else features
-        return self.network(blocks, context, forward).view(batch, size, -1)
+        return self.network(blocks, context, forward).view(batch, self.block_size, -1)
 
-    def _write_context(self) -> None:
-        """Put what was observed into the cache without drafting."""
-        self._write_rows(*self._pending.take())
-
-    def _write_rows(self, features: Tensor, slots: Tensor, positions: Tensor) -> None:
+    def write_rows(self, features: Tensor, slots: Tensor, positions: Tensor) -> None:
+        """Put features `[c, taps * hidden]` into the cache without drafting."""
         if slots.shape[0]:
-            forward = self._forward(slots, positions, slots.shape[0], [])
+            backend = self._target.backend
+            forward = self._forward(slots, positions, slots.shape[0], backend, backend.plan([], self.cache))
             context = self.network.context(features)
             for layer in self.network.layers:
                 layer.self_attn.write_keys(context, forward)  # type: ignore[union-attr, operator]
 
-    def _forward(self, slots: Tensor, positions: Tensor, context_rows: int, groups: list[Group]) -> _Forward:
+    def _block_hidden(self, contexts: DraftContexts, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        features, slots, positions = rows
+        group = self.blocks(contexts.positions, contexts.lengths, contexts.tables)
+        block_slots = slots_of(contexts.tables, group.positions, self._page_size)
+        backend = self._target.backend
+        return self.hidden(
+            contexts.roots,
+            features,
+            torch.cat([slots, block_slots.reshape(-1)]),
+            torch.cat([positions, group.positions.reshape(-1)]),
+            backend,
+            backend.plan([group], self.cache),
+        )
+
+    def _write_context(self) -> None:
+        """Put what was observed into the cache without drafting."""
+        self.write_rows(*self._pending.take())
+
+    def _forward(
+        self,
+        slots: Tensor,
+        positions: Tensor,
+        context_rows: int,
+        backend: AttentionBackend | StaticAttention,
+        plan: Any,
+    ) -> _Forward:
         cos, sin = self.network.rotary_emb(self._target.embedding[:1], positions[None])
-        plan = self._target.backend.plan(groups, self.cache)
-        return _Forward(cos[0], sin[0], slots, context_rows, self.cache, self._target.backend, plan)
+        return _Forward(cos[0], sin[0], slots, context_rows, self.cache, backend, plan)
 
 
 def load_dflash(folder: Path, config: DFlashConfig, target: Target, slots: int, page_size: int) -> DFlashDrafter:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cast_ray.models.attention.base import Group, Step
 from cast_ray.models.kv_cache import slots_of
+from cast_ray.models.transfer import upload
 from cast_ray.trees.tree import CandidateTree, ancestor_mask
 
 
@@ -21,13 +22,14 @@ class Roots:
     """The decoding requests of a round.
 
     tokens: `[B]` int64; positions: `[B]` int64, tokens before the root; lengths: the same as numbers;
-    tables: `[B, P]` int64 pages.
+    tables: `[B, P]` int64 pages; owners: as a group's.
     """
 
     tokens: Tensor
     positions: Tensor
     lengths: list[int]
     tables: Tensor
+    owners: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Flattened:
     group: None where there are no requests. tokens, positions, slots: `[rows]`.
     request: `[rows]` int64, whose row it is. mask: `[B, W + 1, W + 1]` ancestors. real: `[B, W + 1]` bool, where a
     request has a node; None where all have all W. starts: `[B]` int64 row of each root.
+    Made without waiting for the device: the host knows how many rows there are.
     """
 
     group: Group
@@ -52,7 +55,8 @@ class Flattened:
         """`[rows]` -> `[B, W + 1]`, 0 where there is no node."""
         if self.real is None:
             return values.view(self.mask.shape[:2])
-        return values.new_zeros(self.real.shape).masked_scatter_(self.real, values)
+        rows = self.starts[:, None] + torch.arange(self.real.shape[1], device=values.device)
+        return values[rows.clamp_(max=values.shape[0] - 1)].masked_fill_(~self.real, 0)
 
 
 def flatten_trees(roots: Roots, tree: CandidateTree, widths: list[int], page_size: int, max_position: int) -> Flattened:
@@ -71,23 +75,27 @@ def flatten_trees(roots: Roots, tree: CandidateTree, widths: list[int], page_siz
     request = torch.arange(batch, device=device)[:, None].expand(batch, width + 1)
     mask = ancestor_mask(tree, width)
     lengths = [w + 1 for w in widths]
-    group = Group(0, lengths, roots.lengths, roots.tables, positions, mask)
-    counts = torch.tensor(lengths, device=device)
+    group = Group(0, lengths, roots.lengths, roots.tables, positions, mask, roots.owners)
+    counts = upload(lengths, device)
     starts = counts.cumsum(0) - counts
     if min(widths) == width:
         tokens, positions, slots, request = (t.reshape(-1) for t in (tokens, positions, slots, request))
         return Flattened(group, tokens, positions, slots, request, mask, None, starts)
-    real = columns < counts[:, None]
-    return Flattened(group, tokens[real], positions[real], slots[real], request[real], mask, real, starts)
+    owner = torch.repeat_interleave(torch.arange(batch, device=device), counts, output_size=sum(lengths))
+    # Where each row lies among all places: those of its request begin at a multiple of W + 1.
+    places = torch.arange(owner.shape[0], device=device) + owner * (width + 1) - starts[owner]
+    tokens, positions, slots = (t.reshape(-1).index_select(0, places) for t in (tokens, positions, slots))
+    return Flattened(group, tokens, positions, slots, owner, mask, columns < counts[:, None], starts)
 
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """Known tokens of one request that enter the cache at `start`; table: `[P]` int64."""
+    """Known tokens of one request that enter the cache at `start`; table: `[P]` int64. owner: its row."""
 
     tokens: list[int]
     start: int
     table: Tensor
+    owner: int | None = None
 
 
 def make_step(trees: Flattened | None, chunks: list[PromptChunk], page_size: int) -> Step:
@@ -100,9 +108,10 @@ def make_step(trees: Flattened | None, chunks: list[PromptChunk], page_size: int
     for chunk in chunks:
         length, device = len(chunk.tokens), chunk.table.device
         index = torch.arange(chunk.start, chunk.start + length, device=device)
-        tokens.append(torch.tensor(chunk.tokens, device=device))
+        tokens.append(upload(chunk.tokens, device))
         positions.append(index)
         slots.append(slots_of(chunk.table[None], index[None], page_size)[0])
-        groups.append(Group(start, [length], [chunk.start], chunk.table[None], index[None]))
+        owners = None if chunk.owner is None else torch.tensor([chunk.owner], device=device)
+        groups.append(Group(start, [length], [chunk.start], chunk.table[None], index[None], owners=owners))
         start += length
     return Step(torch.cat(tokens), torch.cat(positions), torch.cat(slots), groups)

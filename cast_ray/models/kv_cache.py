@@ -14,13 +14,25 @@ from torch import Tensor
 class KVCache:
     """Keys and values of every layer of one model.
 
-    data: `[layers, 2, slots, kv_heads, head_dim]`; keys at index 0, values at 1, rotary already applied.
+    data: `[layers, 2, slots + scratch, kv_heads, head_dim]`; keys at index 0, values at 1, rotary already applied.
+    slots: places that requests use. scratch: places behind them, a page where padding of captured forwards writes.
     """
 
     def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, *, slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scratch: int = 0,
     ) -> None:
-        self.data = torch.empty(layers, 2, slots, kv_heads, head_dim, dtype=dtype, device=device)
+        self.slots = slots
+        self.data = torch.empty(layers, 2, slots + scratch, kv_heads, head_dim, dtype=dtype, device=device)
+        # Masked, but read: what memory happens to hold may be no number.
+        self.data[:, :, slots:].zero_()
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store `keys`, `values` `[n, kv_heads, head_dim]` at `slots` `[n]`."""

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from cast_ray.models.loading import computes_in_bfloat16
+from cast_ray.models.devices import computes_in_bfloat16
 
 # A weight's row may move by this share of its norm when it is rounded to half precision: what a float32 sum of some
 # hundred products loses anyway.

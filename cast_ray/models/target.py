@@ -7,16 +7,20 @@ attention interface. Nothing here chooses tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from cast_ray.errors import ModelError, describe
 from cast_ray.models.attention.base import Attending, AttentionBackend, Layer, Step, begin
+from cast_ray.models.families import RECURRENT, layer_kinds
 from cast_ray.models.kv_cache import KVCache
 from cast_ray.models.loading import LoadedTarget
+from cast_ray.models.recurrent import keep_states
+
+if TYPE_CHECKING:
+    from cast_ray.models.graphs import TargetGraphs
 
 ATTENTION_NAME = "cast_ray"
 
@@ -61,10 +65,13 @@ class TargetOutput:
 class Target:
     """A loaded target with its KV pool.
 
-    taps: decoder layers whose output is a feature, in the order of the drafter's config.
+    taps: decoder layers whose output is a feature, in the order of the drafter's config. rows: requests at once, each
+    of which has a state where the target is recurrent.
     """
 
-    def __init__(self, loaded: LoadedTarget, backend: AttentionBackend, slots: int, taps: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, loaded: LoadedTarget, backend: AttentionBackend, slots: int, taps: tuple[int, ...] = (), rows: int = 1
+    ) -> None:
         self.loaded = loaded
         self.model = loaded.model
         self.backend = backend
@@ -73,10 +80,14 @@ class Target:
         config = self.model.config.get_text_config()
         self.hidden_size = int(config.hidden_size)
         self.vocab_size = int(config.vocab_size)
-        self.cache = KVCache(*kv_shape(config), slots=slots, dtype=self.dtype, device=self.device)
+        self.cache = KVCache(
+            *kv_shape(config), slots=slots, dtype=self.dtype, device=self.device, scratch=backend.page_size
+        )
         self.embedding: Tensor = self.model.get_input_embeddings().weight
         self.head: nn.Module = self.model.get_output_embeddings()
-        self._taps = taps
+        self.taps = taps
+        self.graphs: TargetGraphs | None = None
+        self.states = keep_states(self.model, rows)
         self._tapped: dict[int, Tensor] = {}
         self._hook_layers()
 
@@ -84,8 +95,19 @@ class Target:
         """One pass over the step's tokens; their keys and values end up in the pool.
 
         logit_rows: `[n]` int64 rows of the flattened batch whose next-token logits are wanted; n may be 0.
+        The output is valid until the next forward: a captured one writes over it.
         """
-        attending = begin(step, self.cache, self.backend)
+        if self.graphs is not None:
+            output = self.graphs.run(step, logit_rows)
+            if output is not None:
+                return output
+        return self.compute(begin(step, self.cache, self.backend), logit_rows)
+
+    def compute(self, attending: Attending, logit_rows: Tensor | int) -> TargetOutput:
+        """The model itself over a planned step. logit_rows: as in `forward`; 0 stands for all rows."""
+        step = attending.step
+        if self.states is not None:
+            self.states.begin(step)
         output = self.model(
             input_ids=step.tokens[None],
             position_ids=step.positions[None],
@@ -94,15 +116,15 @@ class Target:
             attending=attending,
         )
         features = None
-        if self._taps:
-            features = torch.cat([self._tapped[layer] for layer in self._taps], dim=-1)
+        if self.taps:
+            features = torch.cat([self._tapped[layer] for layer in self.taps], dim=-1)
             self._tapped.clear()
         return TargetOutput(output.logits[0], features)
 
     def _hook_layers(self) -> None:
         decoder = self.model.get_decoder()
         layers = decoder.layers
-        for tap in self._taps:
+        for tap in self.taps:
             # The public feature of the last layer is transformers' hidden_states[-1], which the final norm has passed.
             module = decoder.norm if tap == len(layers) - 1 else layers[tap]
             module.register_forward_hook(self._keep(tap))
@@ -116,24 +138,11 @@ class Target:
 
 
 def kv_shape(config: Any) -> tuple[int, int, int]:
-    """(layers, kv_heads, head_dim) of a text config; ModelError for targets whose layers keep another kind of state."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    unknown = kinds - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise ModelError(
-            describe(
-                "target",
-                config.model_type,
-                f"has layers of kind {', '.join(sorted(unknown))}, which keep a state that trees cannot share",
-                "Use a target whose layers all attend: Llama, Qwen3, Qwen3-MoE, Mistral, Gemma 2 and 3, gpt-oss",
-            )
-        )
-    if getattr(config, "kv_lora_rank", None):
-        problem = "keeps compressed keys and values (multi-head latent attention), which this cache has no place for"
-        raise ModelError(describe("target", config.model_type, problem, "Use a target with plain or grouped heads"))
+    """(layers, kv_heads, head_dim) of a text config's attention layers."""
     heads = int(config.num_attention_heads)
+    layers = sum(kind != RECURRENT for kind in layer_kinds(config))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(config.num_hidden_layers), int(getattr(config, "num_key_value_heads", None) or heads), int(head_dim)
+    return layers, int(getattr(config, "num_key_value_heads", None) or heads), int(head_dim)
 
 
 def short_context(config: Any) -> int | None:

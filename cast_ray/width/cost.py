@@ -26,6 +26,10 @@ LEAST_MS = 1e-3
 # within so many drafted rounds.
 LOOKS, NARROWER, WIDER, LOOK_AGAIN = 3, (0.25, 0.0), (4.0,), 64
 
+# Kinds of rounds, which leave the host different work: without candidates, with a drafter's, with only such as were at
+# hand.
+PLAIN, DRAFTED, OFFERED = "plain", "drafted", "offered"
+
 
 class RoundCost:
     """Predicted ms of rounds in which up to `max_nodes` candidates a request are verified."""
@@ -35,8 +39,8 @@ class RoundCost:
         self.max_nodes = max_nodes
         self.verify = Correction()
         self._draft = Level()
-        self._host: dict[tuple[bool, int], Level] = {}
-        self._curves: dict[tuple[int, int], Array] = {}
+        self._host: dict[tuple[str, int], Level] = {}  # by kind of round and octave of the batch
+        self._curves: dict[tuple[int, int, bool], Array] = {}
         self._looks: list[float] = []
         self._since_look = LOOK_AGAIN
 
@@ -49,13 +53,22 @@ class RoundCost:
     def plain_ms(self, shape: RoundShape) -> float:
         """A round without candidates."""
         tokens = shape.batch + shape.chunk_tokens
-        return float(self._verify_ms(shape, tokens, tokens + 1)[0]) + self._host_ms(shape.batch, drafted=False)
+        return float(self._verify_ms(shape, tokens, tokens + 1)[0]) + self._host_ms(shape.batch, PLAIN)
 
     def drafted_ms(self, shape: RoundShape) -> Array:
         """Rounds that draft and then verify M candidates in all, M = 0..batch * max_nodes; draft and host included."""
         first = shape.batch + shape.chunk_tokens
         ms = self._verify_ms(shape, first, first + shape.batch * self.max_nodes + 1)
-        return ms + self.draft_ms(shape) + self._host_ms(shape.batch, drafted=True)
+        return ms + self.draft_ms(shape) + self._host_ms(shape.batch, DRAFTED)
+
+    def offered_ms(self, shape: RoundShape) -> Array:
+        """Rounds that verify M candidates that were at hand without drafting, M = 0..batch * max_nodes."""
+        first = shape.batch + shape.chunk_tokens
+        ms = self._verify_ms(shape, first, first + shape.batch * self.max_nodes + 1) + self._host_ms(
+            shape.batch, OFFERED
+        )
+        ms[0] = self.plain_ms(shape)
+        return ms
 
     def draft_ms(self, shape: RoundShape) -> float:
         """The drafter's forward, packing and choosing."""
@@ -71,47 +84,55 @@ class RoundCost:
         """Let a finished round correct what is predicted for the next ones."""
         shape = times.shape
         predicted = self._curve(shape, times.tokens + 1)[times.tokens]
-        jump = self.verify.observe(times.tokens, predicted, times.verify_ms)
+        computed = self._computed(shape, np.array(times.tokens, dtype=np.float64))
+        jump = self.verify.observe(float(computed), predicted, times.verify_ms)
         if jump and self._since_look >= LOOK_AGAIN:
             self._since_look = 0
             self._looks = [share for share in (NARROWER if jump > 0 else WIDER) for _ in range(LOOKS)]
         if times.drafted and times.draft_ms > 0:
             self._draft.observe(math.log(times.draft_ms / self.table.draft_ms(shape.batch, shape.mean_context)))
         if times.host_ms > 0:
-            self._host_level(shape.batch, times.drafted).observe(math.log(max(times.host_ms, LEAST_MS)))
+            bare = times.tokens == shape.batch + shape.chunk_tokens
+            kind = DRAFTED if times.drafted else PLAIN if bare else OFFERED
+            self._host_level(shape.batch, kind).observe(math.log(max(times.host_ms, LEAST_MS)))
 
     def report(self) -> dict[str, object]:
         """Plain values: by what factors measured times are above the table's."""
         host = {
-            f"{'drafted' if drafted else 'plain'} batch {2**octave}": math.exp(level.value)
-            for (drafted, octave), level in sorted(self._host.items())
+            f"{kind} batch {2**octave}": math.exp(level.value) for (kind, octave), level in sorted(self._host.items())
         }
         return {"verify_factor": self.verify.overall, "draft_factor": math.exp(self._draft.value), "host_ms": host}
 
     def _verify_ms(self, shape: RoundShape, first: int, end: int) -> Array:
         curve = self._curve(shape, end)[first:end]
-        return curve * self.verify.factor(np.arange(first, end, dtype=np.float64))
+        return curve * self.verify.factor(self._computed(shape, np.arange(first, end, dtype=np.float64)))
+
+    def _computed(self, shape: RoundShape, tokens: Array) -> Array:
+        """Rows that forwards of so many tokens compute: those of their bucket, but for those with prompt chunks."""
+        return tokens if shape.chunk_tokens else self.table.computed(tokens)
 
     def _curve(self, shape: RoundShape, end: int) -> Array:
         """The table's ms by packed tokens (the index), at least up to `end`, at this batch and context."""
         bucket = int(shape.mean_context) // CONTEXT_BUCKET
-        key = (shape.batch, bucket)
+        eager = shape.chunk_tokens > 0
+        key = (shape.batch, bucket, eager)
         known = self._curves.get(key)
         if known is None or len(known) < end:
             while len(self._curves) >= MOST_CURVES:
                 del self._curves[next(iter(self._curves))]
             # Some room, so that a longer prompt chunk does not ask for a new one.
             length = max(end, shape.batch * (self.max_nodes + 1) + 1) + 512
-            known = self.table.verify_ms(np.arange(length), shape.batch, (bucket + 0.5) * CONTEXT_BUCKET)
+            middle = (bucket + 0.5) * CONTEXT_BUCKET
+            known = self.table.verify_ms(np.arange(length), shape.batch, middle, eager=eager)
             self._curves[key] = known
         return known
 
-    def _host_level(self, batch: int, drafted: bool) -> Level:
-        key = (drafted, round(math.log2(batch)))
+    def _host_level(self, batch: int, kind: str) -> Level:
+        key = (kind, round(math.log2(batch)))
         known = self._host.get(key)
         if known is None:
             known = self._host[key] = Level(math.log(max(self.table.host_ms, LEAST_MS)))
         return known
 
-    def _host_ms(self, batch: int, drafted: bool) -> float:
-        return math.exp(self._host_level(batch, drafted).value)
+    def _host_ms(self, batch: int, kind: str) -> float:
+        return math.exp(self._host_level(batch, kind).value)

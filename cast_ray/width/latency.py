@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from cast_ray.errors import ConfigError, describe
+from cast_ray.width.buckets import Buckets
 from cast_ray.width.curve import Array, between, pool_adjacent, smooth_within_noise
 
 FORMAT_VERSION = 1
@@ -60,10 +61,19 @@ class LatencyTable:
     steps and flat stretches stay. Between measured batches and
     contexts costs are interpolated, and clamped at the ends.
 
+    buckets: of captured forwards. A forward that falls into one computes all of its rows, so its time is that of the
+    bucket: a step function of the tokens, flat up to each bucket's end.
+
     Raises ConfigError when there is no verify point, or a number is out of range.
     """
 
-    def __init__(self, verify: Sequence[LatencyPoint], draft: Sequence[DraftPoint] = (), host_ms: float = 0.0) -> None:
+    def __init__(
+        self,
+        verify: Sequence[LatencyPoint],
+        draft: Sequence[DraftPoint] = (),
+        host_ms: float = 0.0,
+        buckets: Buckets | None = None,
+    ) -> None:
         if not verify:
             raise ConfigError(describe("latency.verify", [], "holds no measured point", REMEASURE))
         for index, point in enumerate(verify):
@@ -73,8 +83,10 @@ class LatencyTable:
         self.verify = tuple(verify)
         self.draft = tuple(draft)
         self.host_ms = _number(host_ms, "latency.host_ms", 0.0)
+        self.buckets = buckets
 
-        groups = _group(self.verify)
+        computed = self.computed(np.array([point.tokens for point in self.verify], dtype=np.float64))
+        groups = _group([replace(p, tokens=int(n)) for p, n in zip(self.verify, computed, strict=True)])
         self.base_context = max(
             groups, key=lambda context: (sum(len(g[0]) for g in groups[context].values()), -context)
         )
@@ -88,12 +100,19 @@ class LatencyTable:
             self._surcharge[context] = {batch: self._added_by_context(batch, *g) for batch, g in batches.items()}
         self._draft = _group_draft(self.draft)
 
-    def verify_ms(self, tokens: ArrayLike, batch: int, context: float) -> Array:
+    def computed(self, tokens: Array) -> Array:
+        """The rows that a forward over so many packed tokens computes, padding included; same shape."""
+        return tokens if self.buckets is None else self.buckets.padded(tokens)
+
+    def verify_ms(self, tokens: ArrayLike, batch: int, context: float, *, eager: bool = False) -> Array:
         """One target forward over `tokens` packed tokens (any shape) of `batch` requests. float64 ms, same shape.
 
         Beyond the largest measured token count the last slope goes on. Never below the fastest measured point.
+        eager: one that is not captured, as those with prompt chunks are not.
         """
         packed = np.asarray(tokens, dtype=np.float64)
+        if not eager:
+            packed = self.computed(packed)
         added = between(self._surcharge, context, lambda measured: self._added_ms(packed, batch, measured))
         return np.maximum(self._base_ms(packed, batch) + added, self._fastest)
 
@@ -125,6 +144,7 @@ class LatencyTable:
             "host_ms": self.host_ms,
             "verify": [asdict(point) for point in self.verify],
             "draft": [asdict(point) for point in self.draft],
+            "buckets": None if self.buckets is None else self.buckets.to_list(),
         }
 
     @classmethod
@@ -139,6 +159,7 @@ class LatencyTable:
             verify=_read_points(LatencyPoint, values, "verify"),
             draft=_read_points(DraftPoint, values, "draft"),
             host_ms=_number(values.get("host_ms"), "latency.host_ms", 0.0),
+            buckets=None if values.get("buckets") is None else Buckets.from_list(values["buckets"]),
         )
 
     def _base_ms(self, tokens: Array, batch: int) -> Array:

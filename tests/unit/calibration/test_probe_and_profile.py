@@ -59,6 +59,20 @@ def test_all_widths_batches_and_contexts_are_measured(settings: dict[str, Any]) 
     assert all(p["ms"] > 0 for p in table.to_dict()["verify"])
 
 
+def test_captured_forwards_are_measured_at_the_ends_of_their_buckets(settings: dict[str, Any]) -> None:
+    config = EngineConfig(**settings, width="chain", graphs="on", graph_seconds=0.0)
+    probe = probe_of(Engine(config))
+    table, complete = probe.measure(120)
+    assert complete
+    counts = {point.tokens for point in table.verify if (point.batch, point.context) == (1, 256)}
+    assert counts == {1, 2, 4, 8, 16, 24, 32}
+    assert table.buckets is not None
+    within = table.verify_ms([17, 20, 24], 1, 256)
+    assert within[0] == within[1] == within[2]
+    # A profile of other buckets is another device's.
+    assert probe.settings() != probe_of(Engine(EngineConfig(**settings, width="chain"))).settings()
+
+
 def test_what_is_measured_fits_the_pool_and_leaves_it_usable(settings: dict[str, Any]) -> None:
     config = EngineConfig(
         **settings, kv_cache_tokens=96, profile_dir=Path(settings["target"]) / "p", width="deployment"

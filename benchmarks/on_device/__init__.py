@@ -1,0 +1,1 @@
+"""The parts of `device_check.py`: what it measures, each in a file of its own."""
