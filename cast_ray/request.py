@@ -202,6 +202,18 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def scope_of(name: str | None, prompt: Prompt) -> str | None:
+    """A request's lookup scope within that of its caller: chats share with chats of the same system message."""
+    if name is None:
+        return None
+    leading = []
+    for message in prompt:
+        if not isinstance(message, dict) or message.get("role") not in ("system", "developer"):
+            break
+        leading.append(str(message.get("content")))
+    return f"{name}\x1f{hashlib.blake2b(chr(31).join(leading).encode(), digest_size=16).hexdigest()}"
+
+
 @dataclass
 class RequestStats:
     """What decoding one request took.
@@ -210,6 +222,8 @@ class RequestStats:
     nodes_verified: candidates verified in all rounds (the roots not counted).
     tokens_committed: tokens that the rounds committed, over `rounds` the mean round length.
     draft_rounds: rounds for which the drafter ran.
+    accepted_by_source: candidates accepted, by who proposed them: drafter, prompt, output, rows (looked up in those),
+        or grammar; a candidate of the drafter and another is the drafter's.
     time_to_first_token_ms, total_ms: wall time since submission.
     """
 
@@ -217,6 +231,7 @@ class RequestStats:
     nodes_verified: int = 0
     tokens_committed: int = 0
     draft_rounds: int = 0
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
     time_to_first_token_ms: float = 0.0
     total_ms: float = 0.0
 

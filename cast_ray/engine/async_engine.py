@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 from cast_ray.config import EngineConfig
+from cast_ray.drafters.lookup import Output
 from cast_ray.engine.engine import Engine, Event
 from cast_ray.engine.streams import Delta, Stream, wake
 from cast_ray.errors import EngineError
@@ -23,8 +24,10 @@ from cast_ray.request import Completion, Prompt, SamplingParams
 class AsyncEngine:
     """Blocking to construct (it loads the models); safe to use from any thread afterwards."""
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
+    def __init__(self, config: EngineConfig | None = None, lookup_scope: str | None = None) -> None:
+        """lookup_scope: of requests that name none, see `Engine.submit`."""
         self._engine = Engine(config)
+        self._lookup_scope = lookup_scope
         self._wake = threading.Condition()
         self._inbox: deque[tuple[Callable[[], None], Callable[[Exception], None]]] = deque()
         self._streams: dict[str, Stream] = {}
@@ -59,14 +62,18 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         traced: bool = False,
+        lookup_scope: str | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """The tokens and text of one prompt as they come; the last delta has the completion. Errors as in `generate`.
 
         A consumer that is slower than the engine gets fewer, larger deltas. Closing the generator, or cancelling the
         task that iterates, aborts the request within a round. priority: lower numbers go first.
-        traced: deltas show what their rounds did, which costs a little for this request alone.
+        traced: deltas show what their rounds did, which costs a little for this request alone. lookup_scope: see
+        `Engine.submit`.
         """
-        with self._opened(prompt, params, request_id, priority, every_delta=True, traced=traced) as stream:
+        with self._opened(
+            prompt, params, request_id, priority, every_delta=True, traced=traced, lookup_scope=lookup_scope
+        ) as stream:
             while not stream.ended:
                 yield await stream.next()
 
@@ -80,6 +87,12 @@ class AsyncEngine:
             return future.result()
         except EngineError:  # it failed meanwhile; what it counted is still there
             return self._engine.stats()
+
+    def exchange_outputs(self, others: Sequence[Output]) -> list[Output]:
+        """See Engine.exchange_outputs; done between two rounds, and waited for. EngineError when it has ended."""
+        future: Future[list[Output]] = Future()
+        self._post(lambda: future.set_result(self._engine.exchange_outputs(others)), future.set_exception)
+        return future.result()
 
     def render(self, prompt: Prompt) -> list[int]:
         """See Engine.render."""
@@ -112,10 +125,11 @@ class AsyncEngine:
         *,
         every_delta: bool,
         traced: bool = False,
+        lookup_scope: str | None = None,
     ) -> Iterator[Stream]:
         """A submitted request's stream; the request is aborted when its consumer leaves before the end."""
         stream = Stream(request_id or f"request-{next(self._names)}", every_delta)
-        self._post(lambda: self._start(stream, prompt, params, priority, traced), stream.fail)
+        self._post(lambda: self._start(stream, prompt, params, priority, traced, lookup_scope), stream.fail)
         try:
             yield stream
         finally:
@@ -138,11 +152,23 @@ class AsyncEngine:
         raise self._error()
 
     def _start(
-        self, stream: Stream, prompt: Prompt, params: SamplingParams | None, priority: int, traced: bool
+        self,
+        stream: Stream,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        priority: int,
+        traced: bool,
+        lookup_scope: str | None,
     ) -> None:
         try:
             self._engine.submit(
-                stream.request_id, prompt, params, priority=priority, stream=stream.every_delta, traced=traced
+                stream.request_id,
+                prompt,
+                params,
+                priority=priority,
+                stream=stream.every_delta,
+                traced=traced,
+                lookup_scope=lookup_scope or self._lookup_scope,
             )
         except Exception as error:  # whatever one request provokes is its own
             stream.fail(error)
@@ -168,7 +194,7 @@ class AsyncEngine:
         woken = []
         for event in events:
             stream = self._streams[event.request_id]
-            if stream.add(event.token_ids, event.text, event.completion, event.trace):
+            if stream.add(event.token_ids, event.text, event.completion, event.trace, event.logprobs):
                 woken.append(stream)
             if event.completion is not None:
                 del self._streams[event.request_id]

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from cast_ray.engine.sequence import Sequence as Request
 from cast_ray.models.flatten import Flattened
+from cast_ray.models.transfer import upload
 from cast_ray.request import TokenLogprob
 from cast_ray.sampling.emitting import Emitting
 from cast_ray.sampling.grammar import Grammar, apply_bits
 from cast_ray.sampling.keyed import choose_tokens
 from cast_ray.sampling.processors import Paths, RuleBatch, Rules
 from cast_ray.trees.accept import Accepted
-from cast_ray.trees.edit import Nodes, read, replace
+from cast_ray.trees.edit import Nodes, read, replace, trunk
 from cast_ray.trees.pack import DraftScores
 from cast_ray.trees.tree import CandidateTree
 
@@ -33,10 +34,10 @@ class Emission:
     """
 
     def __init__(self, requests: Sequence[Request], vocab_size: int, device: torch.device) -> None:
-        self.seeds = torch.tensor([r.seed for r in requests], device=device)
+        self.seeds = upload([r.seed for r in requests], device)
         self.temperatures: Tensor | None = None
         if any(r.params.temperature for r in requests):
-            self.temperatures = torch.tensor([float(r.params.temperature) for r in requests], device=device)
+            self.temperatures = upload([float(r.params.temperature) for r in requests], device, torch.float32)
         self._device = device
         self._asking: dict[int, Emitting] = {b: r.emitting for b, r in enumerate(requests) if r.emitting is not None}
         self._grammars: dict[int, Grammar] = {
@@ -59,22 +60,30 @@ class Emission:
         """What cannot be emitted has no mass. positions: `[B]` int64 of the roots."""
         return scores if self._batch is None else self._batch.shape(scores, positions)
 
-    def constrain(self, tree: CandidateTree, most: int) -> CandidateTree:
-        """The tree with what grammars forbid taken out and what they foresee put in, at most `most` nodes a request."""
+    def constrain(self, tree: CandidateTree, most: int, chains: bool = False) -> CandidateTree:
+        """The tree with what grammars forbid taken out and what they foresee put in, at most `most` nodes a request.
+
+        chains: of each tree only its trunk, for targets that verify nothing else.
+        """
         if not self._grammars:
             return tree
         drafted = read(tree, list(self._grammars))
         self._trees = {b: grammar.candidates(drafted[b], most) for b, grammar in self._grammars.items()}
+        if chains:
+            self._trees = {b: trunk(nodes) for b, nodes in self._trees.items()}
         return replace(tree, self._trees)
 
     def widen(self, chosen: Tensor | None) -> Tensor | None:
-        """Nodes to verify `[B]` int64, None for none: those chosen, and at least what is certain or is to be known."""
+        """Nodes to verify `[B]` int64, None for none: those chosen, and at least what is certain or is to be known.
+
+        On the host or on the device.
+        """
         least = {b: self._least(b, nodes) for b, nodes in self._trees.items()}
         if not any(least.values()):
             return chosen
         wanted = torch.zeros_like(self.seeds)
         wanted[torch.tensor(list(least), device=self._device)] = torch.tensor(list(least.values()), device=self._device)
-        return wanted if chosen is None else torch.maximum(chosen, wanted)
+        return wanted if chosen is None else torch.maximum(chosen.to(self._device), wanted)
 
     def emit(self, logits: Tensor, rows: Flattened, tree: CandidateTree, widths: Sequence[int]) -> Tensor:
         """The target's own token after every row, `[rows]` int64; each belongs to the position behind its row's.

@@ -13,9 +13,10 @@ import torch
 
 from cast_ray.config import EngineConfig
 from cast_ray.drafters.base import Drafter
+from cast_ray.drafters.lookup import Output
 from cast_ray.engine.ending import take
 from cast_ray.engine.health import DrafterHealth
-from cast_ray.engine.output import complete, echo, output_text
+from cast_ray.engine.output import complete, echo, fresh_logprobs, output_text
 from cast_ray.engine.prompts import pair_params, render
 from cast_ray.engine.report import report
 from cast_ray.engine.round import RoundRunner
@@ -25,9 +26,9 @@ from cast_ray.engine.sequence import Ending, Sequence
 from cast_ray.engine.setup import build
 from cast_ray.engine.totals import Totals
 from cast_ray.engine.trace import RoundTrace
-from cast_ray.errors import QueueFullError, RequestError, describe
+from cast_ray.errors import ConfigError, QueueFullError, RequestError, describe
 from cast_ray.models.pages import PagePool
-from cast_ray.request import Completion, Prompt, SamplingParams
+from cast_ray.request import Completion, Prompt, SamplingParams, TokenLogprob, scope_of
 from cast_ray.sampling.emitting import EmittingFactory
 from cast_ray.sampling.grammar import GrammarCompiler
 from cast_ray.width.policy import WidthPolicy
@@ -42,6 +43,7 @@ class Event:
 
     text: what a streaming request may show more than before; always empty for others. index: of its `n` samples; the
     completion comes with the event of the last of them. trace: what the round did, for a request that asks to see it.
+    logprobs: of the tokens, for a streaming request that asks for them.
     """
 
     request_id: str
@@ -50,6 +52,7 @@ class Event:
     text: str = ""
     index: int = 0
     trace: RoundTrace | None = None
+    logprobs: list[TokenLogprob] | None = None
 
 
 class Engine:
@@ -78,14 +81,15 @@ class Engine:
             parts.scratch,
             parts.device,
             most_scratch=parts.tree_places,
-            share_prefixes=self.config.prefix_cache,
+            share_prefixes=self.config.prefix_cache and parts.target.states is None,
         )
         watched = self.config.watch_drafter and parts.drafter is not None
         self.health = DrafterHealth(parts.drafter_name) if watched else None
         self.use_policy(parts.policy, health=self.health)
         vocab_size, ends = parts.target.vocab_size, parts.loaded.eos_token_ids
         grammars = GrammarCompiler(self.tokenizer, vocab_size, ends)
-        self._emitting = EmittingFactory(grammars, self.tokenizer, vocab_size, self.config.max_nodes)
+        branches = parts.target.states is None
+        self._emitting = EmittingFactory(grammars, self.tokenizer, vocab_size, self.config.max_nodes, branches)
         self._samples: dict[str, Samples] = {}  # of requests with n > 1, until the last is done
         self._last_width = 0
         self.totals = Totals()
@@ -114,7 +118,8 @@ class Engine:
         try:
             while len(done) < len(ids):
                 while to_come and not self._queue_is_full:
-                    self.submit(*to_come.popleft())
+                    # Whoever calls is one and the same: all that it had completed may be looked up in.
+                    self.submit(*to_come.popleft(), lookup_scope="generate")
                 for event in self.step():
                     if event.completion is not None:
                         done[event.request_id] = event.completion
@@ -138,11 +143,13 @@ class Engine:
         priority: int = 0,
         stream: bool = False,
         traced: bool = False,
+        lookup_scope: str | None = None,
     ) -> None:
         """Queue a request. RequestError when it can never run, QueueFullError when too many wait already.
 
         priority: lower numbers go first, then who came first. stream: its events carry text. traced: and each
-        the round's tree.
+        the round's tree. lookup_scope: name of those whose finished outputs may suggest candidates to each
+        other, and to nobody else; None shares nothing. It changes speed, never output.
         """
         params = params or SamplingParams()
         if self._scheduler.find(request_id) is not None or request_id in self._samples:
@@ -163,8 +170,10 @@ class Engine:
         ]
         if params.n > 1:
             self._samples[request_id] = samples
+        scope = scope_of(lookup_scope, prompt)
         for index, sequence in enumerate(sequences):
             sequence.priority, sequence.index, sequence.traced = priority, index, traced
+            sequence.lookup_scope = scope
             sequence.samples = samples if params.n > 1 else None
             self._scheduler.add(sequence)
 
@@ -213,6 +222,11 @@ class Engine:
         """Totals, the width policy's report and the latency curve, as plain values."""
         return report(self._parts, self.totals, self._scheduler, self.policy, self.health)
 
+    def exchange_outputs(self, others: List[Output]) -> list[Output]:
+        """For lookup: take in outputs that other engines finished, and give out those finished here since the last
+        call; none where nothing is looked up."""
+        return self._parts.lookup.exchange(others) if self._parts.lookup is not None else []
+
     def use_policy(
         self, policy: WidthPolicy, drafter: Drafter | None = None, health: DrafterHealth | None = None
     ) -> None:
@@ -221,6 +235,9 @@ class Engine:
         drafter: one to use instead of the engine's own. health: None lets a drafter that brings nothing go on.
         """
         parts = self._parts
+        if policy.branching and policy.max_nodes and parts.target.states is not None:
+            problem = f"asks for trees, and target {parts.loaded.name!r} has a recurrent state, which cannot branch"
+            raise ConfigError(describe("width", policy.name, problem, "Use chain or ar"))
         self.policy = policy
         self._rounds = RoundRunner(
             parts.target,
@@ -231,6 +248,7 @@ class Engine:
             max_context=parts.max_context,
             max_nodes=self.config.max_nodes,
             health=health,
+            lookup=parts.lookup,
         )
 
     def check_integrity(self) -> None:
@@ -270,7 +288,8 @@ class Engine:
         completion = self._finish(sequence, sequence.ending) if sequence.ending is not None else None
         text, sequence.fresh = sequence.fresh if sequence.streams else "", ""
         trace, sequence.trace = sequence.trace, None
-        return Event(sequence.shown_id, kept, completion, text, sequence.index, trace)
+        logprobs = fresh_logprobs(sequence, len(kept)) if sequence.streams else None
+        return Event(sequence.shown_id, kept, completion, text, sequence.index, trace, logprobs)
 
     def _finish(self, sequence: Sequence, ending: Ending) -> Completion | None:
         """Take it out: the request's completion, None where other samples of it still run."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from cast_ray.engine.detokenise import OutputText
 from cast_ray.engine.sequence import Ending, Sequence
-from cast_ray.request import Completion, SamplingParams
+from cast_ray.request import Completion, SamplingParams, TokenLogprob
 
 
 def output_text(tokenizer: Any, params: SamplingParams) -> OutputText:
@@ -27,6 +27,14 @@ def echo(tokenizer: Any, sequence: Sequence) -> str:
     if not sequence.params.echo:
         return ""
     return _decode(tokenizer, sequence.tokens[: sequence.num_prompt], sequence.params)
+
+
+def fresh_logprobs(sequence: Sequence, count: int) -> list[TokenLogprob] | None:
+    """The log probabilities of the output's last `count` tokens; None where nobody asked."""
+    if sequence.emitting is None or sequence.emitting.logprobs is None:
+        return None
+    found = sequence.emitting.logprobs
+    return found[len(found) - count :]
 
 
 def complete(tokenizer: Any, sequence: Sequence, ending: Ending) -> Completion:

@@ -1,4 +1,5 @@
-"""One decoding round: draft, pack, choose, verify, accept, commit. Prompt chunks ride along in the verifying forward.
+"""One decoding round: look up, draft, pack, choose, verify, accept, commit. Prompt chunks ride along in the verifying
+forward.
 
 Who takes part is the scheduler's business, where a request ends the engine's; a round only computes.
 """
@@ -8,24 +9,29 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from cast_ray.drafters.base import DraftContexts, Drafter
+from cast_ray.drafters.lookup import Lookup
 from cast_ray.engine.emission import Emission, score_prompt
 from cast_ray.engine.health import DrafterHealth
+from cast_ray.engine.packing import Packing
+from cast_ray.engine.readback import read_back
 from cast_ray.engine.scheduler import Chunk, Plan
 from cast_ray.engine.sequence import Sequence
+from cast_ray.engine.tally import count_accepted, drafter_record, path_sources
 from cast_ray.engine.trace import trace_rounds
 from cast_ray.models.attention.base import Step
 from cast_ray.models.flatten import Flattened, PromptChunk, Roots, flatten_trees, make_step
-from cast_ray.models.kv_cache import slots_of
 from cast_ray.models.target import Target, TargetOutput
+from cast_ray.models.transfer import upload
 from cast_ray.trees.accept import Accepted, accept
 from cast_ray.trees.edit import set_aside
-from cast_ray.trees.pack import DraftScores, pack, pack_chain
+from cast_ray.trees.merge import Offer, chain_of, merge
+from cast_ray.trees.pack import DraftScores
 from cast_ray.trees.tree import CandidateTree, no_tree
 from cast_ray.width.policy import WidthPolicy
 from cast_ray.width.shape import RoundShape, RoundTimes
@@ -39,8 +45,9 @@ class Outcome:
     """What a step did.
 
     committed: tokens that each decoding request gained, in the plan's order; widths: its nodes verified; drafted:
-    whether the drafter ran. Times in wall ms: `verify_ms` is the target's forward with the choice of tokens,
-    `draft_ms` the drafter's; host: the rest by stage, `pack`, `choose`, `plan`, `accept` and `commit`.
+    whether the drafter ran. accepted: of each request, candidates accepted by source, see `tally.SOURCES`.
+    Times in wall ms: `verify_ms` is the target's forward with the choice of tokens, `draft_ms` the drafter's; host: the
+    rest by stage, `lookup`, `pack`, `choose`, `plan`, `accept` and `commit`.
     """
 
     committed: list[list[int]]
@@ -49,11 +56,13 @@ class Outcome:
     draft_ms: float
     verify_ms: float
     host: dict[str, float]
+    accepted: list[list[int]]
 
 
 class RoundRunner:
     """Rounds over one target, drafter and policy. `max_context` in tokens; `top_k` candidates a depth.
 
+    lookup: what offers candidates without drafting, None for nothing.
     max_nodes: the widest tree that the engine has room for; the policy's own may be narrower.
     """
 
@@ -68,15 +77,20 @@ class RoundRunner:
         max_context: int,
         max_nodes: int,
         health: DrafterHealth | None = None,
+        lookup: Lookup | None = None,
     ) -> None:
         self.target = target
         self.health = health
         self.drafter = drafter if policy.max_nodes else None
+        self.lookup = lookup if policy.max_nodes else None
         self.policy = policy
         self.page_size = page_size
         self.top_k = top_k if policy.branching else 1
         self.max_context = max_context
         self.max_nodes = max_nodes
+        self._packing = Packing(
+            target.device, nodes=policy.max_nodes, branching=policy.branching, captured=target.graphs is not None
+        )
 
     def run(self, plan: Plan, tables: Tensor, cut: Cut) -> Outcome:
         """One step. tables: `[rows, P]` int64, the scheduler's block tables."""
@@ -86,19 +100,26 @@ class RoundRunner:
         roots = _gather(plan.decoding, tables)
         emission = Emission(plan.decoding, self.target.vocab_size, tables.device)
         prompt_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
-        shape = RoundShape(roots.lengths, prompt_tokens, emission.temperatures)
         clock.lap("plan")
+        offer = self._look_up(plan.decoding, emission)
+        shape = RoundShape(roots.lengths, prompt_tokens, emission.temperatures, offer)
+        clock.lap("lookup")
 
         scores = self._draft(roots, emission, shape)
         clock.lap("draft")
-        packed = emission.constrain(self._pack(scores, roots), self.max_nodes)
-        clock.lap("pack")
         drafted = scores is not None
+        shape = replace(shape, drafted=drafted)
+        packed = self._pack(scores, offer, roots)
+        packed = emission.constrain(packed, self.max_nodes, chains=self.target.states is not None)
+        clock.lap("pack")
         offered = packed if emission.foreign is None else packed.slice(self.policy.max_nodes)
-        chosen = emission.widen(self.policy.choose(offered, shape) if drafted else None)
+        choosing = drafted or offer is not None
+        chosen = emission.widen(self.policy.choose(offered, shape) if choosing else None)
         clock.lap("choose")
-        # Here the host waits for the device: for the drafter, and below for the target.
+        # Here the host waits for the drafter, unless it did so to choose; for the target it waits in `read_back`.
         widths = chosen.tolist() if chosen is not None else [0] * shape.batch
+        if chosen is not None and chosen.device != tables.device:
+            chosen = upload(widths, tables.device)
         tree = packed.slice(max(widths))
         clock.lap("draft")
 
@@ -112,24 +133,42 @@ class RoundRunner:
         clock.lap("verify")
         accepted = _accept(emitted, rows, tree, chosen)
         clock.lap("accept")
-        read = torch.cat([accepted.lengths[:, None], accepted.tokens], dim=1).tolist()
+        lesson = None
+        if choosing and chosen is not None:
+            lesson = self._lesson(emission, offered, chosen, accepted, drafted)
+        read = read_back(
+            lengths=accepted.lengths,
+            tokens=accepted.tokens,
+            sources=path_sources(tree, accepted, emission.foreign),
+            **(lesson.on_device if lesson is not None else {}),
+        )
         clock.lap("verify")
 
-        self._commit(roots, rows, accepted, output.features)
+        lengths: list[int] = read["lengths"].tolist()
+        self._commit(roots, rows, accepted, lengths, output.features)
         self._commit_prompts(plan, step, rows.group.rows, output)
-        if drafted and chosen is not None:
-            self._learn(emission, offered, chosen, accepted)
+        if lesson is not None:
+            self._learn(lesson, read, emission.temperatures)
+        emitted_tokens, sources = read["tokens"].tolist(), read["sources"].tolist()
         committed = [
-            cut(sequence, tokens[:length]) for sequence, (length, *tokens) in zip(plan.decoding, read, strict=True)
+            cut(sequence, tokens[:length])
+            for sequence, tokens, length in zip(plan.decoding, emitted_tokens, lengths, strict=True)
+        ]
+        credited = [
+            count_accepted(row, length, len(kept))
+            for row, length, kept in zip(sources, lengths, committed, strict=True)
         ]
         emission.report(logits, rows, accepted, committed)
         if traced := [row for row, sequence in enumerate(plan.decoding) if sequence.traced]:
             for row, trace in zip(traced, trace_rounds(traced, tree, widths, accepted, committed), strict=True):
                 plan.decoding[row].trace = trace
         clock.lap("commit")
+        if self.lookup is not None:
+            self.lookup.observe(plan.decoding, committed, [s.ending is not None for s in plan.decoding])
+        clock.lap("lookup")
         self._tell_times(clock, shape, drafted, len(step.tokens), sum(map(len, committed)))
-        host = {stage: clock.ms[stage] for stage in ("pack", "choose", "plan", "accept", "commit")}
-        return Outcome(committed, widths, drafted, clock.ms["draft"], clock.ms["verify"], host)
+        host = {stage: clock.ms[stage] for stage in ("lookup", "pack", "choose", "plan", "accept", "commit")}
+        return Outcome(committed, widths, drafted, clock.ms["draft"], clock.ms["verify"], host, credited)
 
     def _run_prompts(self, plan: Plan, tables: Tensor) -> Outcome:
         clock = _Clock()
@@ -137,30 +176,42 @@ class RoundRunner:
         output = self.target.forward(step, _logit_rows(plan, 0, tables.device))
         self._commit_prompts(plan, step, 0, output)
         clock.lap("verify")
-        return Outcome([], [], False, 0.0, clock.ms["verify"], {})
+        return Outcome([], [], False, 0.0, clock.ms["verify"], {}, [])
 
     def _tell_times(self, clock: _Clock, shape: RoundShape, drafted: bool, tokens: int, committed: int) -> None:
         """The policy hears what the round took; packing and choosing are a part of drafting, as the probe has it."""
         ms = clock.ms
         drafting = ms["pack"] + ms["choose"]
-        host = ms["plan"] + ms["accept"] + ms["commit"] + (0.0 if drafted else drafting + ms["draft"])
+        host = ms["lookup"] + ms["plan"] + ms["accept"] + ms["commit"]
+        host += 0.0 if drafted else drafting + ms["draft"]
         draft = ms["draft"] + drafting if drafted else 0.0
         self.policy.timed(RoundTimes(shape, tokens, drafted, draft, ms["verify"], host, committed))
 
-    def _learn(self, emission: Emission, offered: CandidateTree, chosen: Tensor, accepted: Accepted) -> None:
-        """What a drafted round showed, to the policy and to the watch over the drafter: of the drafter's own trees.
-
-        Read behind the wait for the target: nothing is waited for here.
-        """
+    def _lesson(
+        self, emission: Emission, offered: CandidateTree, chosen: Tensor, accepted: Accepted, drafted: bool
+    ) -> _Lesson:
+        """What a round with candidates shows, as it is to be read from the device."""
         widths = chosen
         if emission.foreign is not None:
             offered, widths, accepted = set_aside(emission.foreign, offered, chosen, accepted)
-        self.policy.observe(offered, widths, accepted, emission.temperatures)
-        if self.health is not None:
-            verified = torch.arange(offered.max_nodes, device=widths.device) < widths[:, None]
-            seen = torch.stack([(widths > 0).sum(), (accepted.lengths - 1).sum(), (offered.masses * verified).sum()])
-            requests, hits, promised = seen.tolist()
+        parts = {"widths": widths, "path": accepted.path, "path_lengths": accepted.lengths}
+        if self.health is not None and drafted:
+            parts["record"] = drafter_record(offered, widths, accepted)
+        return _Lesson(offered, parts)
+
+    def _learn(self, lesson: _Lesson, read: dict[str, Tensor], temperatures: Tensor | None) -> None:
+        """Tell the policy, and the watch over the drafter where that ran. All but the tree is on the host by now."""
+        accepted = Accepted(read["path"], read["path_lengths"], read["tokens"])
+        self.policy.observe(lesson.offered, read["widths"], accepted, temperatures)
+        if self.health is not None and "record" in read:
+            requests, hits, promised = read["record"].sum(dim=0).tolist()
             self.health.observe(int(requests), hits, promised)
+
+    def _look_up(self, decoding: list[Sequence], emission: Emission) -> Offer | None:
+        """Before step 1: candidates that earlier text suggests, at next to no cost."""
+        if self.lookup is None or not emission.draftable:
+            return None
+        return self.lookup.propose(decoding, self.policy.max_nodes)
 
     def _draft(self, roots: Roots, emission: Emission, shape: RoundShape) -> DraftScores | None:
         """Step 1: the drafter's scores, None when drafting does not pay: then the drafter does not run at all."""
@@ -171,33 +222,53 @@ class RoundRunner:
         contexts = DraftContexts(roots.tokens, roots.lengths, roots.positions, roots.tables, emission.temperatures)
         return emission.shape(self.drafter.propose(contexts, self.top_k), roots.positions)
 
-    def _pack(self, scores: DraftScores | None, roots: Roots) -> CandidateTree:
-        """Step 2: the scores as a tree of the widest width; no nodes without a draft."""
+    def _pack(self, scores: DraftScores | None, offer: Offer | None, roots: Roots) -> CandidateTree:
+        """Step 2: the scores as a tree of the widest width, with what was offered; no nodes where there is neither."""
+        most, device = self.policy.max_nodes, roots.tokens.device
         if scores is None:
-            return no_tree(len(roots.lengths), roots.tokens.device)
-        return (pack if self.policy.branching else pack_chain)(scores, self.policy.max_nodes)
+            tree = offer.to_tree(device) if offer is not None else no_tree(len(roots.lengths), device)
+        else:
+            tree = self._packing(scores)
+            if offer is not None:
+                tree = merge(tree, offer, most)
+        return tree if offer is None or self.policy.branching else chain_of(tree)
 
-    def _commit(self, roots: Roots, rows: Flattened, accepted: Accepted, features: Tensor | None) -> None:
+    def _commit(
+        self, roots: Roots, rows: Flattened, accepted: Accepted, lengths: list[int], features: Tensor | None
+    ) -> None:
         """Step 6: the path's KV entries move to their places behind the root; its features go to the drafter.
 
         The whole path moves, of a request that ends on it too: its pages reach that far, and whole ones are kept for
-        others with the same prefix.
+        others with the same prefix. lengths: those of `accepted` as numbers, so that nothing is waited for.
         """
+        if self.target.states is not None:
+            self.target.states.keep(accepted.lengths)
         drafter = self.drafter if features is not None else None
         if accepted.path.shape[1] == 1:  # roots alone: they are where they belong
             if drafter is not None and features is not None:
                 drafter.observe(features[rows.starts], rows.slots[rows.starts], roots.positions)
             return
-        places = torch.arange(accepted.path.shape[1], device=roots.tokens.device)
-        real = places < accepted.lengths[:, None]
-        positions = roots.positions[:, None] + places
-        target_slots = slots_of(roots.tables, positions, self.page_size)
-        astray = real & (accepted.path != places)
-        source = slots_of(roots.tables, roots.positions[:, None] + accepted.path, self.page_size)
-        self.target.cache.move(source[astray], target_slots[astray])
+        # Entries of all paths in one line, the roots first: those are where they belong.
+        batch, device, total = len(lengths), roots.tokens.device, sum(lengths)
+        every = torch.arange(batch, device=device)
+        owner = torch.repeat_interleave(every, accepted.lengths - 1, output_size=total - batch)
+        ends = (accepted.lengths - 1).cumsum(0)
+        place = torch.arange(1, total - batch + 1, device=device) - (ends - accepted.lengths + 1)[owner]
+        entry = accepted.path[owner, place]
+        positions = roots.positions[owner] + place
+        slots = self._slots(roots, owner, positions)
+        if total > batch:
+            self.target.cache.move(self._slots(roots, owner, roots.positions[owner] + entry), slots)
         if drafter is not None and features is not None:
-            source_rows = (rows.starts[:, None] + accepted.path)[real]
-            drafter.observe(features[source_rows], target_slots[real], positions[real])
+            source_rows = torch.cat([rows.starts, rows.starts[owner] + entry])
+            root_slots = rows.slots[rows.starts]
+            places = torch.cat([roots.positions, positions])
+            drafter.observe(features[source_rows], torch.cat([root_slots, slots]), places)
+
+    def _slots(self, roots: Roots, owner: Tensor, index: Tensor) -> Tensor:
+        """Where tokens `index` `[n]` of the requests `owner` `[n]` lie in the pool."""
+        page = torch.div(index, self.page_size, rounding_mode="floor")
+        return roots.tables[owner, page] * self.page_size + index % self.page_size
 
     def _commit_prompts(self, plan: Plan, step: Step, first_row: int, output: TargetOutput) -> None:
         """Chunks are in the cache: their features go to the drafter, their logits to those who want them scored."""
@@ -210,6 +281,14 @@ class RoundRunner:
         if self.drafter is not None and output.features is not None and plan.chunks:
             rows = slice(first_row, None)
             self.drafter.observe(output.features[rows], step.slots[rows], step.positions[rows])
+
+
+@dataclass(frozen=True)
+class _Lesson:
+    """offered: the tree as the policy saw it. on_device: what of the outcome is to be read, see `_learn`."""
+
+    offered: CandidateTree
+    on_device: dict[str, Tensor]
 
 
 class _Clock:
@@ -229,18 +308,21 @@ class _Clock:
 def _gather(sequences: list[Sequence], tables: Tensor) -> Roots:
     device = tables.device
     lengths = [len(s.tokens) - 1 for s in sequences]
+    owners = upload([s.row for s in sequences], device)
     return Roots(
-        tokens=torch.tensor([s.tokens[-1] for s in sequences], device=device),
-        positions=torch.tensor(lengths, device=device),
+        tokens=upload([s.tokens[-1] for s in sequences], device),
+        positions=upload(lengths, device),
         lengths=lengths,
-        tables=tables[torch.tensor([s.row for s in sequences], device=device)],
+        tables=tables[owners],
+        owners=owners,
     )
 
 
 def _prompt_chunks(plan: Plan, tables: Tensor) -> list[PromptChunk]:
     return [
-        PromptChunk(chunk.sequence.tokens[chunk.start : chunk.end], chunk.start, tables[chunk.sequence.row])
+        PromptChunk(chunk.sequence.tokens[chunk.start : chunk.end], chunk.start, tables[row], row)
         for chunk in plan.chunks
+        for row in (chunk.sequence.row,)
     ]
 
 

@@ -19,6 +19,7 @@ from cast_ray.engine.prefixes import Prefixes
 from cast_ray.engine.sequence import Sequence
 from cast_ray.errors import EngineError
 from cast_ray.models.pages import PagePool
+from cast_ray.models.transfer import upload
 
 # Steps that a request waits before one may go ahead of its betters; also the steps between two such favours.
 PATIENCE = 512
@@ -244,5 +245,6 @@ class Scheduler:
             return
         latest = {(row, column): page for row, column, page in self._changed}
         self._changed.clear()
-        places = torch.tensor(list(latest), device=self.tables.device)
-        self.tables[places[:, 0], places[:, 1]] = torch.tensor(list(latest.values()), device=self.tables.device)
+        rows, columns = zip(*latest, strict=True)
+        device = self.tables.device
+        self.tables[upload(rows, device), upload(columns, device)] = upload(list(latest.values()), device)

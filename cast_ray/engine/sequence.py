@@ -35,6 +35,7 @@ class Sequence:
     text: its output's text, kept while it streams or has stop strings; fresh: what of it no event has shown yet.
     emitting: how it emits, for one that asks for more than argmax or a plain sample.
     traced: whether it wants to see its rounds; trace: the last one, until an event has shown it.
+    lookup_scope: requests of the same one may look up candidates in each other's finished outputs; None: in none.
     ending: set by the round that it ends with. samples, index: its place among the samples of one request.
     """
 
@@ -60,6 +61,7 @@ class Sequence:
     emitting: Emitting | None = None
     traced: bool = False
     trace: RoundTrace | None = None
+    lookup_scope: str | None = None
     ending: Ending | None = None
     samples: Samples | None = None
     index: int = 0

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cast_ray.engine.trace import RoundTrace
-from cast_ray.request import Completion
+from cast_ray.request import Completion, TokenLogprob
 
 
 @dataclass
@@ -22,7 +22,8 @@ class Delta:
 
     token_ids, text: the new tokens, and the text that became certain with them: it may lag behind the tokens by a
     character that is not whole yet. rounds: how many gave tokens, one unless the consumer is slow; traces: of these
-    rounds, for a request that asks to see them. completion: of the last delta only.
+    rounds, for a request that asks to see them. completion: of the last delta only. logprobs: of the new tokens, for a
+    request that asks for them.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class Delta:
     completion: Completion | None = None
     rounds: int = 0
     traces: list[RoundTrace] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
 
 
 class Stream:
@@ -50,7 +52,12 @@ class Stream:
         self._error: Exception | None = None
 
     def add(
-        self, token_ids: list[int], text: str, completion: Completion | None, trace: RoundTrace | None = None
+        self,
+        token_ids: list[int],
+        text: str,
+        completion: Completion | None,
+        trace: RoundTrace | None = None,
+        logprobs: list[TokenLogprob] | None = None,
     ) -> bool:
         """Merge what a step brought; True where the consumer is to be woken."""
         with self._lock:
@@ -63,6 +70,8 @@ class Stream:
                 self._delta.rounds += bool(token_ids)
                 if trace is not None:
                     self._delta.traces.append(trace)
+                if logprobs is not None:
+                    self._delta.logprobs = (self._delta.logprobs or []) + logprobs
             self._delta.completion = completion
         return completion is not None or (asleep and self.every_delta)
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from cast_ray.engine.round import Outcome
 from cast_ray.engine.scheduler import Plan
+from cast_ray.engine.tally import SOURCES
 
 # What the host does in a round, in order; the names of the parts of `stats()["host"]`.
-HOST_STAGES = ("schedule", "pack", "choose", "plan", "accept", "commit", "detokenise")
+HOST_STAGES = ("schedule", "lookup", "pack", "choose", "plan", "accept", "commit", "detokenise")
 
 
 @dataclass
@@ -17,7 +18,7 @@ class Totals:
 
     target_tokens: tokens that the target computed, of prompts and trees together.
     prefill_ms: steps of prompt chunks alone; chunks that rode along with a round are in its verify_ms.
-    host: what is neither the target's nor the drafter's forward, by stage.
+    accepted: candidates accepted, by source. host: what is neither the target's nor the drafter's forward, by stage.
     """
 
     requests_finished: int = 0
@@ -33,6 +34,7 @@ class Totals:
     target_tokens: int = 0
     host: dict[str, float] = field(default_factory=lambda: dict.fromkeys(HOST_STAGES, 0.0))
     finish_reasons: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
 
     def count(self, plan: Plan, outcome: Outcome) -> None:
         """Add one step, to the sums and to the statistics of its requests."""
@@ -55,3 +57,9 @@ class Totals:
             self.nodes_verified += width
             self.tokens_committed += len(kept)
             self.target_tokens += width + 1
+        for sequence, counts in zip(plan.decoding, outcome.accepted, strict=True):
+            own = sequence.stats.accepted_by_source
+            for name, count in zip(SOURCES, counts, strict=True):
+                if count:
+                    own[name] = own.get(name, 0) + count
+                    self.accepted[name] += count

@@ -12,10 +12,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from cast_ray.config import EngineConfig
 from cast_ray.errors import EngineError, QueueFullError, RequestError
+from cast_ray.pool.exchange import Output
 from cast_ray.pool.rows import RowAnswer, RowRequest
 from cast_ray.request import Completion, Prompt, SamplingParams
 from cast_ray.stats.counters import RowCounters
@@ -34,6 +35,13 @@ class EngineLike(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class Exchanging(Protocol):
+    """An engine that looks up candidates in finished outputs."""
+
+    def exchange_outputs(self, others: list[Output]) -> list[Output]: ...
+
+
 # From the death of an engine to the end of its process: time for the calls aboard to fail with the reason.
 FAREWELL_S = 0.2
 
@@ -50,7 +58,8 @@ def default_engine(config: EngineConfig) -> EngineLike:
     """The real engine. Imported here, so that a driver that only routes rows never loads torch."""
     from cast_ray.engine.async_engine import AsyncEngine
 
-    return AsyncEngine(config)
+    # A pool is one job's: every row may be looked up in for later ones.
+    return AsyncEngine(config, lookup_scope="job")
 
 
 class EngineActor:
@@ -158,6 +167,15 @@ class EngineActor:
             "rows": self._rows.to_dict(),
             "engine": await self._ask_engine() if self._engine is not None else None,
         }
+
+    async def exchange(self, others: list[Output]) -> list[Output]:
+        """Outputs of the pool's other engines for this one's lookup, and back what it has finished since. Nothing while
+        it loads."""
+        engine = self._engine
+        if engine is None or not isinstance(engine, Exchanging):
+            return []
+        # In a thread: an engine answers between two rounds.
+        return await asyncio.to_thread(engine.exchange_outputs, others)
 
     async def pulse(self) -> int:
         """The engine's count of steps when it last told it. Returns within `PULSE_S` even from an engine that is

@@ -16,8 +16,11 @@ from cast_ray.errors import CastRayError, EngineError
 from cast_ray.pool.actor import EngineActor, EngineFactory, default_engine
 from cast_ray.pool.client import PoolMembers
 from cast_ray.pool.dispatch import short_cause
+from cast_ray.pool.exchange import Exchange, Output, Port
 from cast_ray.pool.placement import NodeResources, place
 
+# Longest wait for one engine's finished outputs.
+EXCHANGE_S = 5.0
 _BUILT_IN = ("CPU", "GPU", "memory", "object_store_memory")
 
 
@@ -37,6 +40,7 @@ class EnginePool:
         self.failed: dict[str, str] = {}
         self._causes: list[Exception] = []
         self._looking = threading.Lock()
+        self._exchange: Exchange | None = None
         actor = ray.remote(EngineActor)
         self._handles: dict[str, Any] = {
             name: actor.options(
@@ -52,6 +56,8 @@ class EnginePool:
         except BaseException:
             self.shutdown()
             raise
+        if sum(_looks_up(about.engine) for about in plan.actors) > 1:
+            self._exchange = Exchange(self._ports)
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -151,8 +157,16 @@ class EnginePool:
     def _silent(self, name: str, cause: str, state: str = "lost") -> dict[str, Any]:
         return {"name": name, "group": self._plans[name].group, "engine": None, "cause": cause, "state": state}
 
+    def _ports(self) -> dict[str, Port]:
+        """The ready actors, as the exchange of outputs sees them."""
+        with self._looking:
+            waiting = set(self._starting.values())
+            return {name: _port(handle) for name, handle in self._handles.items() if name not in waiting}
+
     def shutdown(self) -> None:
         """End the actors; safe to call twice."""
+        if self._exchange is not None:
+            self._exchange.close()
         waiting = set(self._starting.values())
         closing = [handle.close.remote() for name, handle in self._handles.items() if name not in waiting]
         if closing:
@@ -166,6 +180,19 @@ class EnginePool:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _port(handle: Any) -> Port:
+    def exchange(others: list[Output]) -> list[Output]:
+        found: list[Output] = ray.get(handle.exchange.remote(others), timeout=EXCHANGE_S)
+        return found
+
+    return exchange
+
+
+def _looks_up(engine: EngineConfig) -> bool:
+    """Whether its drafter is lookup, or has it besides."""
+    return engine.drafter is not None and engine.drafter.split("+")[-1] == "lookup"
 
 
 def _slots(engine: EngineConfig) -> int:

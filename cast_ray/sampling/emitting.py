@@ -90,13 +90,19 @@ class Emitting:
 
 
 class EmittingFactory:
-    """Makes the state of requests to one target. most_nodes: candidates that one round can verify of a request."""
+    """Makes the state of requests to one target.
 
-    def __init__(self, compiler: GrammarCompiler, tokenizer: object, vocab_size: int, most_nodes: int) -> None:
+    most_nodes: candidates that one round can verify of a request. branches: whether they may be a tree.
+    """
+
+    def __init__(
+        self, compiler: GrammarCompiler, tokenizer: object, vocab_size: int, most_nodes: int, branches: bool = True
+    ) -> None:
         self._compiler = compiler
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._most_nodes = most_nodes
+        self._branches = branches
 
     def make(self, params: SamplingParams, num_prompt: int, stops: Sequence[int]) -> Emitting | None:
         """The state of a request; None for one that asks for nothing special. RequestError when it can never run.
@@ -107,6 +113,9 @@ class EmittingFactory:
         grammar = self._compiler.compile(params)
         emitting = Emitting(params, num_prompt, stops, bad_words, grammar)
         tree = emitting.label_tree
+        if tree is not None and not self._branches:
+            problem = "needs a tree of the labels, and this target has a recurrent state, which cannot branch"
+            raise RequestError(describe("choice_probabilities", True, problem, "Use choice alone, or logprobs"))
         if tree is not None and len(tree) > self._most_nodes:
             problem = f"the labels are {len(tree)} candidates and a round verifies {self._most_nodes}"
             remedy = f"Shorten the labels, or set the engine's max_nodes to {len(tree)}"

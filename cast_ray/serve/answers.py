@@ -10,26 +10,18 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cast_ray.config import ServeLimits
-from cast_ray.request import Completion, SamplingParams, derive_seed
+from cast_ray.request import SamplingParams, derive_seed
 from cast_ray.serve.backend import Backend
+from cast_ray.serve.chunks import ChunkWriter
 from cast_ray.serve.protocol import ChatRequest, CompletionRequest, params_of
 from cast_ray.serve.recent import Recent
 from cast_ray.serve.refusal import Refusal, deadline_passed, internal_error
-from cast_ray.serve.shapes import (
-    chat_choice,
-    chat_delta,
-    chat_logprobs,
-    completion_choice,
-    completion_logprobs,
-    finish_reason,
-    head,
-    usage,
-)
-from cast_ray.serve.tagged import ChatReader, TaggedText
+from cast_ray.serve.shapes import chat_choice, completion_choice, head, usage
+from cast_ray.serve.tagged import ChatReader
 from cast_ray.serve.wire import ONLINE, Ask, Piece
 
 Body = dict[str, Any]
@@ -72,9 +64,10 @@ def question_of(
     priority: int = ONLINE,
     seconds: float | None = None,
     seed: int | None = None,
+    lookup_scope: str | None = None,
 ) -> Question:
     """Check a body. Refusal where it cannot be answered. seconds: longest that it may take; default: the limit.
-    seed: for a body that names none; default: a fresh one."""
+    seed: for a body that names none; default: a fresh one. lookup_scope: see `Engine.submit`."""
     if request.model != model:
         message = f"The model '{request.model[:64]}' does not exist here. This server has '{model}'."
         raise Refusal(404, message, param="model", code="model_not_found")
@@ -88,7 +81,8 @@ def question_of(
     for prompt in prompts:
         for sample in range(request.n or 1):
             own = params if not sample else _with_seed(params, derive_seed(params.seed or 0, sample))
-            ask = Ask(f"{answer_id}-{len(asks)}", prompt, own, priority, traced=request.trees_wanted)
+            ask = Ask(f"{answer_id}-{len(asks)}", prompt, own, priority, lookup_scope=lookup_scope)
+            ask = replace(ask, traced=request.trees_wanted)
             if isinstance(request, ChatRequest):
                 ask = replace(ask, tools=request.offered_tools, template=request.template())
             asks.append(ask)
@@ -118,6 +112,7 @@ async def whole(question: Question, backend: Backend, recent: Recent) -> tuple[B
     """The answer in one body, and the tokens that it took."""
     last: list[Piece | None] = [None] * len(question.asks)
     readers: list[ChatReader] = [ChatReader()] * len(question.asks)
+    words: list[dict[int, str]] = [{} for _ in question.asks]
     first: list[float] = []
 
     async def follow(index: int, ask: Ask) -> None:
@@ -125,6 +120,7 @@ async def whole(question: Question, backend: Backend, recent: Recent) -> tuple[B
             async for piece in pieces:
                 first.append(time.monotonic())
                 readers[index] = piece.reader or readers[index]
+                words[index] |= piece.words or {}
                 last[index] = piece
 
     try:
@@ -142,9 +138,9 @@ async def whole(question: Question, backend: Backend, recent: Recent) -> tuple[B
         completions.append(piece.completion)
         if question.chat:
             text = reader.reader(question.tools_offered)
-            choices.append(chat_choice(index, piece.completion, piece.words, text))
+            choices.append(chat_choice(index, piece.completion, words[index], text))
         else:
-            choices.append(completion_choice(index, piece.completion, piece.words))
+            choices.append(completion_choice(index, piece.completion, words[index]))
     tally = usage(completions, question.prompts)
     recent.observe(min(first) - question.began, time.monotonic() - question.began, tally["completion_tokens"])
     kind = "chat.completion" if question.chat else "text_completion"
@@ -182,7 +178,7 @@ async def streamed(
     question: Question, samples: list[Opened], recent: Recent, used: Callable[[int], None]
 ) -> AsyncGenerator[Body]:
     """Chunks of the answer; of an error only a last one that says so. used: told the tokens that it took."""
-    writer = _Writer(question)
+    writer = ChunkWriter(question)
     first = time.monotonic() - question.began
     try:
         async with question.deadline(), aclosing(_merged(samples)) as pieces:
@@ -239,79 +235,6 @@ async def _merged(samples: list[Opened]) -> AsyncGenerator[tuple[int, Piece]]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _Writer:
-    """Chunks of one answer, choice by choice."""
-
-    def __init__(self, question: Question) -> None:
-        self._question = question
-        kind = "chat.completion.chunk" if question.chat else "text_completion"
-        self.head = head(kind, question.answer_id, question.created, question.model)
-        self._texts: list[TaggedText | None] = [None] * len(question.asks)
-        self._calls = [0] * len(question.asks)
-        self._rounds = [0] * len(question.asks)
-        self.tokens = 0
-        self._completions: list[Completion | None] = [None] * len(question.asks)
-
-    @property
-    def completions(self) -> list[Completion]:
-        """Those that there are, in the order of their choices."""
-        return [one for one in self._completions if one is not None]
-
-    def opening(self, index: int) -> Body:
-        """A chat's first chunk names the role."""
-        delta = {"role": "assistant", "content": ""}
-        return self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
-
-    def chunks(self, index: int, piece: Piece) -> list[Body]:
-        """What a piece has to show, and at the end why it ended."""
-        found: list[Body] = []
-        self._rounds[index] += piece.rounds
-        self.tokens += len(piece.token_ids)
-        if self._question.chat:
-            text = self._texts[index]
-            if text is None:
-                text = (piece.reader or ChatReader()).reader(self._question.tools_offered)
-                self._texts[index] = text
-            parts = [*text.push(piece.text), *(text.finish() if piece.completion is not None else ())]
-            for part in parts:
-                delta, self._calls[index] = chat_delta(part, self._calls[index])
-                choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                found.append(self._chunk(choice, index, piece, tells=not found))
-            if piece.trees and not found:
-                choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
-                found.append(self._chunk(choice, index, piece))
-        elif piece.text or piece.trees:
-            choice = {"index": index, "text": piece.text, "logprobs": None, "finish_reason": None}
-            found.append(self._chunk(choice, index, piece))
-        if piece.completion is not None:
-            self._completions[index] = piece.completion
-            found.append(self._chunk(self._ending(index, piece, piece.completion)))
-        return found
-
-    def _ending(self, index: int, piece: Piece, completion: Completion) -> Body:
-        words = piece.words or {}
-        shared = {
-            "index": index,
-            "finish_reason": finish_reason(completion, bool(self._calls[index])),
-            "stop_reason": completion.stop_reason,
-            "seed": completion.seed,
-        }
-        if self._question.chat:
-            return {**shared, "delta": {}, "logprobs": chat_logprobs(completion.logprobs, words)}
-        return {**shared, "text": "", "logprobs": completion_logprobs(completion.logprobs, words)}
-
-    def _chunk(self, choice: Body, index: int = 0, piece: Piece | None = None, *, tells: bool = True) -> Body:
-        """tells: whether it is the first of its piece, the one that has the trees."""
-        chunk: Body = {**self.head, "choices": [choice]}
-        if self._question.request.usage_wanted:
-            chunk["usage"] = None
-        if piece is not None and self._question.request.rounds_wanted:
-            chunk["round"] = {"number": self._rounds[index], "tokens": len(piece.token_ids)}
-            if piece.trees and tells:
-                chunk["round"]["trees"] = [asdict(tree) for tree in piece.trees]
-        return chunk
 
 
 def _first_refusal(errors: ExceptionGroup[Exception]) -> Exception:

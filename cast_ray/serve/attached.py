@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,14 +11,16 @@ from cast_ray.serve.client import FIRST_SLOTS, ServeClient
 
 @dataclass(frozen=True)
 class AttachedMembers:
-    """What a client needs, in any process of the cluster. attempts: replicas that a row may go down with."""
+    """What a client needs, in any process of the cluster. attempts: replicas that a row may go down with. lookup_scope:
+    the job's own, see `Engine.submit`."""
 
     app: str
     attempts: int
+    lookup_scope: str | None = None
 
     def client(self) -> ServeClient:
         """A client of the application."""
-        return ServeClient(self.app, self.attempts)
+        return ServeClient(self.app, self.attempts, self.lookup_scope)
 
 
 class AttachedPool:
@@ -27,6 +30,7 @@ class AttachedPool:
         self._app = app
         self._attempts = attempts
         self._client = ServeClient(app, attempts)
+        self._scope = f"job {secrets.token_hex(8)}"
         self.failed: dict[str, str] = {}
         self.warnings: list[str] = []
 
@@ -41,7 +45,7 @@ class AttachedPool:
     @property
     def members(self) -> AttachedMembers:
         """As of `EnginePool`."""
-        return AttachedMembers(self._app, self._attempts)
+        return AttachedMembers(self._app, self._attempts, self._scope)
 
     def stats(self, timeout_s: float = 10.0) -> dict[str, dict[str, Any]]:
         """The replicas' statistics by name. They are of all that the replicas do, not of this job alone."""

@@ -201,7 +201,15 @@ class Batches:
                     raise refusal_of(error) from None
                 if request.stream:
                     raise Refusal(400, "A batch's requests cannot stream.", param="stream")
-                question = question_of(request, self._limits, self._model, priority=BATCH, seconds=WINDOW_S, seed=seed)
+                question = question_of(
+                    request,
+                    self._limits,
+                    self._model,
+                    priority=BATCH,
+                    seconds=WINDOW_S,
+                    seed=seed,
+                    lookup_scope=f"batch {record['id']}",
+                )
                 body, _ = await whole(question, backend, self._recent)
                 return 200, body
             except Refusal as refusal:

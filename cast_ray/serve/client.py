@@ -33,7 +33,7 @@ class ServeClient:
     app: name of the application. attempts: replicas that a row may go down with before it is given up.
     """
 
-    def __init__(self, app: str, attempts: int = 3) -> None:
+    def __init__(self, app: str, attempts: int = 3, lookup_scope: str | None = None) -> None:
         from ray import serve
 
         from cast_ray.serve.app import ENGINE
@@ -48,6 +48,7 @@ class ServeClient:
         if running is None:
             raise EngineError(f"attach={app!r}: no such Serve application runs here. Start it with `cast-ray serve`.")
         self._attempts = attempts
+        self._scope = lookup_scope
         self._slots = FIRST_SLOTS
         self._aboard = 0
         self._room: asyncio.Condition | None = None
@@ -82,7 +83,8 @@ class ServeClient:
         while True:
             await self._enter()
             try:
-                ask = Ask(f"{row.row_id}#{secrets.token_hex(6)}", row.prompt, row.params, BATCH)
+                name = f"{row.row_id}#{secrets.token_hex(6)}"
+                ask = Ask(name, row.prompt, row.params, BATCH, lookup_scope=self._scope)
                 answer: RowAnswer = await self._handle.row.remote(ask)
                 return answer
             except (BackPressureError, DeploymentUnavailableError) as error:

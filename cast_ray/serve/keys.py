@@ -36,6 +36,9 @@ class KeyEntry(Settings):
     requests_per_minute: int | None = Field(None, ge=1, description="requests a minute; default: any number")
     tokens_per_minute: int | None = Field(None, ge=1, description="tokens read and written a minute; default: any")
     concurrency: int | None = Field(None, ge=1, description="requests at once; default: any number")
+    share_lookups: bool | None = Field(
+        None, description="later requests of this key may look in its finished answers; default: the server's setting"
+    )
 
 
 class KeysFile(Settings):
@@ -88,6 +91,7 @@ class Caller:
     concurrency: int | None = None
     clock: Callable[[], float] = time.monotonic
     running: int = 0
+    share_lookups: bool | None = None
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -106,6 +110,11 @@ class Caller:
             yield
         finally:
             self.running -= 1
+
+    def lookup_scope(self, default: bool) -> str | None:
+        """Among whose requests answers may be looked up in: this caller's own, or None, which is nobody's."""
+        shares = default if self.share_lookups is None else self.share_lookups
+        return f"key {self.owner or ''}" if shares else None
 
     def used(self, tokens: int) -> None:
         """Tokens read and written for a request of this caller."""
@@ -192,6 +201,7 @@ class Keyring:
             Bucket(entry.tokens_per_minute) if entry.tokens_per_minute else None,
             entry.concurrency,
             self.clock,
+            share_lookups=entry.share_lookups,
         )
 
 
@@ -201,6 +211,7 @@ def _limits(caller: Caller) -> tuple[object, ...]:
         caller.requests.per_minute if caller.requests else None,
         caller.tokens.per_minute if caller.tokens else None,
         caller.concurrency,
+        caller.share_lookups,
     )
 
 

@@ -20,11 +20,11 @@ from cast_ray.errors import EngineError, QueueFullError, RequestError
 from cast_ray.pool.actor import FAREWELL_S
 from cast_ray.pool.routing import TokenEstimate
 from cast_ray.pool.rows import RowAnswer
-from cast_ray.request import Completion, Prompt, SamplingParams
+from cast_ray.request import Completion, Prompt, SamplingParams, TokenLogprob, scope_of
 from cast_ray.serve.chat import chat_reader, render_chat
 from cast_ray.serve.pace import Pace
 from cast_ray.serve.refusal import where
-from cast_ray.serve.wire import BATCH, Ask, Failure, Piece, ShownTree, messages_of, word_list
+from cast_ray.serve.wire import BATCH, Ask, Failure, Piece, ShownTree, messages_of, named_tokens
 
 if TYPE_CHECKING:
     from cast_ray.engine.trace import RoundTrace
@@ -50,6 +50,7 @@ class ServeEngine(Protocol):
         request_id: str | None = None,
         priority: int = 0,
         traced: bool = False,
+        lookup_scope: str | None = None,
     ) -> AsyncGenerator[Any]: ...
 
     def render(self, prompt: Prompt) -> list[int]: ...
@@ -123,24 +124,30 @@ class EngineReplica:
             prompt = await self._prompt(ask)
             reader = chat_reader(self._engine.tokenizer, prompt) if messages_of(ask.prompt) is not None else None
             answer = self._engine.stream(
-                prompt, ask.params, request_id=ask.request_id, priority=ask.priority, traced=ask.traced
+                prompt,
+                ask.params,
+                request_id=ask.request_id,
+                priority=ask.priority,
+                traced=ask.traced,
+                # Of the messages, which the engine does not see.
+                lookup_scope=scope_of(ask.lookup_scope, ask.prompt),
             )
             async with contextlib.aclosing(answer) as deltas:
                 async for delta in deltas:
                     first = time.monotonic() - began if first is None and delta.token_ids else first
                     load.done += len(delta.token_ids)
-                    completion, words = delta.completion, None
+                    completion = delta.completion
                     if completion is not None:
                         outcome = "ok"  # now: whoever has the completion asks for no more
                         self._estimate.observe(len(completion.token_ids))
-                        words = self._words(completion)
                     yield Piece(
                         delta.text,
                         tuple(delta.token_ids),
                         delta.rounds,
                         tuple(map(self._shown, delta.traces)),
                         completion,
-                        words=words,
+                        words=self._words(delta.logprobs, completion),
+                        logprobs=None if delta.logprobs is None else tuple(delta.logprobs),
                         reader=reader,
                     )
                     reader = None
@@ -275,9 +282,11 @@ class EngineReplica:
         masses = [round(mass, 4) for mass in trace.masses]
         return ShownTree(texts, trace.parents, masses, trace.accepted, emitted)
 
-    def _words(self, completion: Completion) -> dict[int, str] | None:
-        found = word_list(completion)
-        return {token: self._word(token) for token in found} if found else None
+    def _words(self, rows: list[TokenLogprob] | None, completion: Completion | None) -> dict[int, str] | None:
+        prompt = completion.prompt_logprobs if completion is not None else None
+        if rows is None and prompt is None:
+            return None
+        return {token: self._word(token) for token in named_tokens([*(rows or ()), *(prompt or ())])}
 
     async def _ask_engine(self) -> None:
         """Refresh what is known of the engine. One question at a time: an engine that is stuck would else take a

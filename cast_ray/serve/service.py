@@ -67,7 +67,7 @@ class Service:
         """The same for what may be open to all."""
         return Caller() if self.config.open_status else await self.caller(request)
 
-    def question(self, body: ChatRequest | CompletionRequest, request: Request) -> Question:
+    def question(self, body: ChatRequest | CompletionRequest, request: Request, caller: Caller) -> Question:
         """A checked request, with the time that its header allows."""
         limit = self.config.limits.request_s
         wanted = request.headers.get("x-request-timeout")
@@ -77,13 +77,14 @@ class Service:
             seconds = 0.0
         if not seconds > 0:
             raise Refusal(400, "X-Request-Timeout: must be a number of seconds above 0.", param="x-request-timeout")
-        return question_of(body, self.config.limits, self.model, seconds=seconds)
+        scope = caller.lookup_scope(self.config.share_lookups)
+        return question_of(body, self.config.limits, self.model, seconds=seconds, lookup_scope=scope)
 
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request, caller: Caller) -> Response:
         """A completion or chat, whole or streamed. Whether there is an answer is known before its first byte."""
         async with AsyncExitStack() as stack:
             stack.enter_context(caller.admitted())
-            question = self.question(body, request)
+            question = self.question(body, request, caller)
             if not body.stream:
                 found, tokens = await whole(question, self.backend, self.recent)
                 caller.used(tokens)

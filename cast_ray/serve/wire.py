@@ -6,10 +6,11 @@ A request that fails does so in a piece with `failure` set: an exception would c
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cast_ray.request import ChatMessage, Completion, Prompt, SamplingParams
+from cast_ray.request import ChatMessage, Completion, Prompt, SamplingParams, TokenLogprob
 from cast_ray.serve.tagged import ChatReader
 
 # Lower numbers go first in every round.
@@ -23,7 +24,7 @@ CHARACTERS_A_TOKEN = 4
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One sample of one prompt. tools, template: what a chat's template is given besides the messages. traced: whether
-    its pieces show the trees of their rounds."""
+    its pieces show the trees of their rounds. lookup_scope: see `Engine.submit`; None shares nothing."""
 
     request_id: str
     prompt: Prompt
@@ -32,6 +33,7 @@ class Ask:
     tools: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)
     traced: bool = False
+    lookup_scope: str | None = None
 
     @property
     def characters(self) -> int:
@@ -86,7 +88,8 @@ class Piece:
 
     rounds: more than one where they came faster than they could be told of. trees: of these rounds, where asked for.
 
-    words: the text of every token that the completion's log probabilities name; with the completion.
+    logprobs: of the tokens, where asked for. words: the text of every token that these name; with the completion of
+    those that the prompt's name as well.
     reader: how to read the text of a chat's answer; with the first piece.
     """
 
@@ -97,17 +100,17 @@ class Piece:
     completion: Completion | None = None
     failure: Failure | None = None
     words: dict[int, str] | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
     reader: ChatReader | None = None
 
 
-def word_list(completion: Completion) -> list[int]:
-    """Every token id that the completion's log probabilities name."""
+def named_tokens(rows: Iterable[TokenLogprob | None]) -> list[int]:
+    """Every token id that some log probabilities name."""
     found: set[int] = set()
-    for row in [*(completion.logprobs or ()), *(completion.prompt_logprobs or ())]:
+    for row in rows:
         if row is not None:
             found.add(row.token_id)
             found.update(token for token, _ in row.top)
-    found.update(completion.token_ids if completion.logprobs is not None else ())
     return sorted(found)
 
 

@@ -29,8 +29,8 @@ def calibrated(config: EngineConfig, *, again: bool) -> tuple[Engine, Path, Late
 
 
 def chosen_widths(engine: Engine, table: LatencyTable, prompts: Sequence[Prompt], tokens: int) -> dict[int, int]:
-    """N* of the `deployment` rule at every measured batch, after its calibration rounds; nothing without a drafter."""
-    if drafter_of(engine) is None:
+    """N* of the `deployment` rule at every measured batch, after its calibration rounds; nothing without trees."""
+    if drafter_of(engine) is None or target_of(engine).states is not None:
         return {}
     rule = DeploymentWidth(engine.config.max_nodes, table)
     batch = min(engine.config.max_batch_size, 4)

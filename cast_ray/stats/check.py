@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 
 from cast_ray.config import EngineConfig
 from cast_ray.drafters.checkpoint import EMBEDDED
+from cast_ray.drafters.lookup import MAX_DEPTH, split_name
 from cast_ray.engine.engine import Engine
-from cast_ray.models.loading import LoadedTarget, load_target, resolve_dtype
+from cast_ray.engine.setup import policy_table
+from cast_ray.models.devices import resolve_dtype
+from cast_ray.models.loading import LoadedTarget, load_target
 from cast_ray.request import Prompt, SamplingParams, derive_seed
 from cast_ray.stats.acceptance import drafter_of, target_of
 from cast_ray.stats.comparison import Comparison, reference_greedy
@@ -92,7 +95,8 @@ def check(
 ) -> CheckReport:
     """Decode the prompts in every way, and compare. Loads the target twice: for the engine, and for its reference.
 
-    widths: spellings of policies; without a drafter only `ar` is tried. Raises ConfigError, ModelError or DrafterError.
+    widths: spellings of policies; without a drafter only `ar` is tried, and of a target with a recurrent state only the
+    chain beside it. Raises ConfigError, ModelError or DrafterError.
     """
     wanted = [*widths] if _has_drafter(config) else []
     start = next((width for width in wanted if needs_latency(width)), wanted[0] if wanted else PLAIN)
@@ -101,6 +105,8 @@ def check(
     engine = Engine(settings)
     plain = _plain_model(settings, engine)
     rendered: list[Prompt] = [engine.render(prompt) for prompt in prompts]
+    if target_of(engine).states is not None:  # it takes no trees, whatever its settings ask for
+        wanted = ["chain"] if wanted else []
     tried = dict.fromkeys([PLAIN, *wanted])
     modes = [Mode(), *(Mode(temperature, seed) for seed in seeds)]
     pairs = [(width, batch) for width in tried for batch in batches if (width, batch) != (PLAIN, 1)]
@@ -130,15 +136,16 @@ def check(
 
 
 def _has_drafter(config: EngineConfig) -> bool:
-    name = config.drafter
-    return name not in (None, "none") and (name != "auto" or config.target == EMBEDDED)
+    name, looking_up = split_name(config.drafter)
+    return looking_up or (name not in (None, "none") and (name != "auto" or config.target == EMBEDDED))
 
 
 def _plain_model(config: EngineConfig, engine: Engine) -> LoadedTarget:
     """The target as Hugging Face runs it, with the engine's weights and precision."""
     dtype = resolve_dtype(config.dtype, engine.device)
     loaded = load_target(config.target, dtype, engine.device, trust_remote_code=config.trust_remote_code)
-    loaded.model.to(target_of(engine).dtype)
+    if loaded.model.dtype != target_of(engine).dtype:  # quantised layers do not change theirs
+        loaded.model.to(target_of(engine).dtype)
     return loaded
 
 
@@ -147,11 +154,12 @@ def _decode(
 ) -> list[list[int]]:
     """Outputs with `batch` requests at a time."""
     drafter, latency = drafter_of(engine), engine.stats()["latency"]
+    looking_up = MAX_DEPTH + 1 if engine.stats()["lookup"] else None
     policy = make_policy(
         width,
-        block_size=drafter.block_size if drafter is not None else None,
+        block_size=drafter.block_size if drafter is not None else looking_up,
         max_nodes=engine.config.max_nodes,
-        latency=LatencyTable.from_dict(latency) if latency else None,
+        latency=policy_table(LatencyTable.from_dict(latency) if latency else None),
     )
     engine.use_policy(policy)
     outputs: list[list[int]] = []

@@ -84,18 +84,31 @@ def summarise_actor(about: dict[str, Any]) -> dict[str, Any]:
         "rounds": engine["rounds"],
         "mean_round_length": engine["mean_round_length"],
         "nodes_verified": engine["nodes_verified"],
+        "accepted_by_source": engine.get("accepted_by_source", {}),
         "width": engine["width"],
         "verify_ms_at_width": verify_at_width(engine),
         "busy_ms": busy,
         "share": {phase: ms / busy if busy else 0.0 for phase, ms in spent.items()},
         "latency": engine["latency"],
         "drafter": engine.get("drafter"),
+        "notes": engine.get("notes", []),
         "drafter_health": engine.get("drafter_health"),
         "preemptions": engine.get("preemptions", 0),
         "prompt_tokens_reused": engine.get("prefix_tokens_reused", 0),
         "round_lengths": rows.get("round_lengths", {}),
         "mean_row_seconds": rows.get("mean_seconds"),
     }
+
+
+def source_words(actors: list[dict[str, Any]]) -> str | None:
+    """Accepted candidates by who proposed them, where that was not a drafter alone."""
+    counts: dict[str, int] = {}
+    for actor in actors:
+        for name, count in (actor.get("accepted_by_source") or {}).items():
+            counts[name] = counts.get(name, 0) + count
+    if not any(count for name, count in counts.items() if name != "drafter"):
+        return None
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
 def verify_at_width(engine: dict[str, Any]) -> list[dict[str, float]]:
@@ -139,8 +152,12 @@ def render(summary: dict[str, Any]) -> RenderableType:
     if summary["tokens_per_s"] is not None:
         totals.add_row("speed", f"{summary['tokens_per_s']:.1f} tokens/s")
     totals.add_row("round length", f"{_number(summary['mean_round_length'])} tokens a target pass")
+    if (sources := source_words(summary["actors"])) is not None:
+        totals.add_row("accepted", sources)
     if (health := drafter_words(summary["actors"])) is not None:
         totals.add_row("drafter", health)
+    for note in dict.fromkeys(note for actor in summary["actors"] for note in actor.get("notes", [])):
+        totals.add_row("note", note)
     if reused := sum(actor.get("prompt_tokens_reused", 0) for actor in summary["actors"]):
         totals.add_row("prefix cache", f"{reused} prompt tokens reused")
     if preempted := sum(actor.get("preemptions", 0) for actor in summary["actors"]):

@@ -17,7 +17,7 @@ from cast_ray.config import EngineConfig
 from cast_ray.engine.engine import Engine
 from cast_ray.errors import ConfigError, describe
 from cast_ray.request import Prompt, SamplingParams
-from cast_ray.stats.acceptance import drafter_of
+from cast_ray.stats.acceptance import drafter_of, target_of
 from cast_ray.stats.rounds import Balanced, Run, decode
 from cast_ray.width.deployment import DeploymentWidth
 from cast_ray.width.latency import LatencyTable
@@ -92,9 +92,12 @@ def run_sweep(
 ) -> Sweep:
     """Measure. items are decoded `batch` at a time, a domain by itself; report is told of runs done and in all.
 
-    Raises ConfigError where the engine has no drafter.
+    Raises ConfigError where the engine has no drafter, or a target that takes no trees.
     """
     drafter = drafter_of(engine)
+    if target_of(engine).states is not None:
+        problem = "has a recurrent state, which the branches of a tree cannot share: there is no width to choose"
+        raise ConfigError(describe("target", engine.config.target, problem, "Sweep a target whose layers all attend"))
     if drafter is None or not engine.stats()["latency"]:
         problem = "decodes without a drafter: there is no width to choose"
         raise ConfigError(describe("drafter", engine.config.drafter, problem, "Give one"))

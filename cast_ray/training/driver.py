@@ -15,8 +15,10 @@ from rich.console import Console
 
 from cast_ray.drafters.pair import RECORD, pair_record
 from cast_ray.errors import InputError, describe
+from cast_ray.models.devices import resolve_device, resolve_dtype
+from cast_ray.models.families import check_family
 from cast_ray.models.fused import speed_up
-from cast_ray.models.loading import LoadedTarget, load_target, resolve_device, resolve_dtype
+from cast_ray.models.loading import LoadedTarget, load_target
 from cast_ray.models.target import ATTENTION_NAME
 from cast_ray.training.answers import Answer, read_answers, write_answers
 from cast_ray.training.batches import Sequences, draft_vocabulary
@@ -44,7 +46,7 @@ def run_training(config: TrainConfig, console: Console | None = None) -> Path:
         torch.set_num_threads(config.threads)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    loaded = load_target(config.target, dtype, device, attn_implementation=ATTENTION_NAME)
+    loaded = load_target(config.target, dtype, device, attn_implementation=ATTENTION_NAME, check=check_family)
     asked = drafter_config(config, loaded, set())
     if config.start_from is not None:
         check_start(config.start_from, asked)

@@ -86,7 +86,7 @@ def write_features(
             longest = max(len(a.prompt_ids) + len(a.token_ids) for _, part in shards for a in part)
             # Every sequence starts on a page of its own.
             slots = FORWARD_TOKENS + longest + SHARD_ROWS * PAGE
-            target = Target(loaded, SdpaBackend(PAGE), slots, taps)
+            target = Target(loaded, SdpaBackend(PAGE), slots, taps, rows=SHARD_ROWS)
         usable = [a for a in answers if len(a.token_ids) >= LEAST_ANSWER]
         if usable:
             tensors = _compute(target, usable, top)
@@ -138,10 +138,10 @@ def _groups(answers: list[Answer]) -> Iterator[list[Answer]]:
 def _forward(target: Target, answers: list[Answer], top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Features `[T, taps * hidden]` bfloat16 of all tokens; best tokens and probabilities `[answer tokens, top]`."""
     chunks, rows, page, row = [], [], 0, 0
-    for answer in answers:
+    for number, answer in enumerate(answers):
         tokens = [*answer.prompt_ids, *answer.token_ids]
         pages = -(-len(tokens) // PAGE)
-        chunks.append(PromptChunk(tokens, 0, torch.arange(page, page + pages, device=target.device)))
+        chunks.append(PromptChunk(tokens, 0, torch.arange(page, page + pages, device=target.device), number))
         rows.append(torch.arange(row + len(answer.prompt_ids) - 1, row + len(tokens) - 1))
         page, row = page + pages, row + len(tokens)
     output = target.forward(make_step(None, chunks, PAGE), torch.cat(rows).to(target.device))

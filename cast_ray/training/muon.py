@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cast_ray.models.loading import resolve_dtype
+from cast_ray.models.devices import resolve_dtype
 
 # The first four of their five iterations: singular values end between 0.4 and 1.6, for a fifth less time a step.
 _POLAR_EXPRESS = (

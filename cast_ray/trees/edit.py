@@ -50,6 +50,17 @@ def heaviest(nodes: Nodes, most: int) -> Nodes:
     )
 
 
+def trunk(nodes: Nodes) -> Nodes:
+    """The likeliest path of a tree: its root's heaviest child, that one's, and so on."""
+    path: list[int] = []
+    for index, parent in enumerate(nodes.parents):
+        # Heaviest first, parents first: whoever is the first child of the path's end comes behind it.
+        if parent == (path[-1] if path else -1):
+            path.append(index)
+    masses = [nodes.masses[index] for index in path]
+    return Nodes([nodes.tokens[index] for index in path], list(range(-1, len(path) - 1)), masses)
+
+
 def graft(nodes: Nodes, certain: list[int]) -> Nodes:
     """A tree whose first tokens are known: `certain` at the root with mass 1, and what `nodes` has along and behind it.
 

@@ -6,7 +6,7 @@ Packing happens once a round at the widest width; every narrower tree is a slice
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ def _heaviest(log_masses: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return log_masses.gather(1, indices), indices
 
 
-@lru_cache(maxsize=128)
+@cache  # for good: captured packing reads them where they lie
 def _frontier(prefixes: int, candidates: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The pairs (i-th best prefix, j-th best next token) that can be among the `prefixes` best: (i+1)(j+1) <= prefixes.
 

@@ -14,6 +14,22 @@ from cast_ray.errors import ConfigError, describe
 
 
 @dataclass(frozen=True)
+class Origins:
+    """Whose the nodes of a tree are, where they are not all a block drafter's.
+
+    sources: [B, N] int64, 0 for the drafter, above for others; a node of both counts as the other's here.
+    drafter_masses: [B, N] float32, the mass that the drafter itself gave a node; 0 where it did not propose it.
+    """
+
+    sources: Tensor
+    drafter_masses: Tensor
+
+    def slice(self, width: int) -> Origins:
+        """Of the first `width` nodes."""
+        return Origins(self.sources[:, :width], self.drafter_masses[:, :width])
+
+
+@dataclass(frozen=True)
 class CandidateTree:
     """Candidate prefixes below each request's root, heaviest first, so that the first `n` of them are a tree too.
 
@@ -23,6 +39,7 @@ class CandidateTree:
     masses: [B, N] float32, prefix mass, non-increasing along N.
     counts: [B] int64, how many of the N are nodes. The rest is padding: token 0, parent -1, depth 0, mass 0.
     max_depth: no node lies deeper. Known without reading the device.
+    origins: None where all nodes are one block drafter's.
     """
 
     tokens: Tensor
@@ -31,6 +48,7 @@ class CandidateTree:
     masses: Tensor
     counts: Tensor
     max_depth: int
+    origins: Origins | None = None
 
     @property
     def batch(self) -> int:
@@ -53,6 +71,7 @@ class CandidateTree:
             masses=self.masses[:, :width],
             counts=self.counts.clamp(max=width),
             max_depth=min(self.max_depth, width),
+            origins=None if self.origins is None else self.origins.slice(width),
         )
 
 
@@ -64,14 +83,15 @@ def ancestor_mask(tree: CandidateTree, width: int) -> Tensor:
     """
     tree = tree.slice(width)
     # The root is its own parent here: a walk that has arrived stays there.
-    parents = torch.nn.functional.pad(tree.parents + 1, (1, 0))
-    rows = parents.shape[1]
-    at = torch.arange(rows, device=parents.device).expand(tree.batch, rows)
-    mask = torch.zeros(tree.batch, rows, rows, dtype=torch.bool, device=parents.device)
-    for step in range(tree.max_depth + 1):
-        if step:
-            at = parents.gather(1, at)
-        mask.scatter_(2, at.unsqueeze(2), True)
+    up = torch.nn.functional.pad(tree.parents + 1, (1, 0))
+    rows = up.shape[1]
+    mask = torch.zeros(tree.batch, rows, rows, dtype=torch.bool, device=up.device)
+    mask.scatter_(2, torch.arange(rows, device=up.device).expand(tree.batch, rows).unsqueeze(2), True)
+    mask.scatter_(2, up.unsqueeze(2), True)
+    # Every step doubles how far up each row sees: what it sees itself, and what the row at the end of that sees.
+    for _ in range(max(tree.max_depth - 1, 0).bit_length()):
+        mask |= mask.gather(1, up.unsqueeze(2).expand_as(mask))
+        up = up.gather(1, up)
     return mask
 
 

@@ -11,13 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cast_ray.trees.merge import Offer
 from cast_ray.width.cost import RoundCost
 from cast_ray.width.curve import Array
 from cast_ray.width.merge import best_rate, merge
+from cast_ray.width.recent import Recent, together
 from cast_ray.width.shape import RoundShape, RoundTimes
 
-# Drafts of single requests that are kept; how many a load with fewer requests is judged by; how many there must be.
-REMEMBERED, RECENT, ENOUGH = 256, 32, 8
+# Drafts of single requests that there must be to judge by.
+ENOUGH = 8
+# Remembered rounds that one round's own offer is tried with.
+TRIED = 8
 # Rounds of a load for which one outlook stands.
 STANDS_FOR = 8
 # What looking again may cost, as a share of the time of plain rounds.
@@ -47,13 +51,16 @@ class DraftGate:
     many requests run beside it. So a load that swings costs nothing at its turns. Where drafting does not pay, plain
     rounds save up `PROBE_SHARE` of their time; once that pays for what a draft is expected to lose, one round drafts.
     A probe that shows a gain costs nothing, so that the next one follows at once.
+
+    Where a round has candidates at hand without drafting, drafting must beat verifying just those: what it could add
+    is tried out on remembered drafts.
     """
 
     def __init__(self, cost: RoundCost, max_nodes: int) -> None:
         self._cost = cost
-        self._masses = np.zeros((REMEMBERED, max_nodes))
-        self._counts = np.zeros(REMEMBERED, dtype=np.int64)
-        self._seen = 0
+        self._max_nodes = max_nodes
+        self._drafts = Recent(max_nodes)
+        self._offers = Recent(max_nodes)
         self._outlooks: dict[tuple[int, int, int], Outlook] = {}
         self._saved_ms = 0.0
         self.probing = False
@@ -62,7 +69,7 @@ class DraftGate:
     @property
     def settled(self) -> bool:
         """Whether enough drafts are remembered to judge by."""
-        return self._seen >= ENOUGH
+        return self._drafts.seen >= ENOUGH
 
     def drafts(self, shape: RoundShape) -> bool:
         """Whether to draft. `probing` says afterwards that it is to see whether it pays again."""
@@ -71,12 +78,15 @@ class DraftGate:
             return True
         outlook = self.outlook(shape)
         outlook.left -= 1
-        if not outlook.pays and self._saved_ms >= outlook.loss_ms:
+        loss_ms = 0.0 if outlook.pays else outlook.loss_ms
+        if shape.offer is not None:
+            loss_ms = self._loss_beside(shape, shape.offer, outlook.rate)
+        if loss_ms > 0 and self._saved_ms >= loss_ms:
             self.probing = True
             self.probes += 1
             # What it shows counts from the next round on.
             outlook.left = 0
-        return outlook.pays or self.probing
+        return loss_ms <= 0 or self.probing
 
     def outlook(self, shape: RoundShape) -> Outlook:
         """The outlook in force for a load; worked out anew every few rounds of it."""
@@ -87,15 +97,17 @@ class DraftGate:
         return known
 
     def remember(self, masses: Array, counts: NDArray[np.int64]) -> None:
-        """Expected masses [B, N] of the drafts of a round, and their numbers of nodes [B]."""
+        """Expected masses [B, N] of the drafts of a round, heaviest first, and their numbers of nodes [B]."""
         if not self.settled:
             self._outlooks.clear()
-        masses, counts = masses[-REMEMBERED:], counts[-REMEMBERED:]
-        places = (self._seen + np.arange(len(counts))) % REMEMBERED
-        self._masses[places] = 0.0
-        self._masses[places, : masses.shape[1]] = masses
-        self._counts[places] = counts
-        self._seen += len(counts)
+        self._drafts.add(masses, counts)
+
+    def note_offer(self, shape: RoundShape) -> None:
+        """What a round had at hand without drafting. Told of every round: those with nothing count as well."""
+        if shape.offer is not None:
+            self._offers.add(shape.offer.masses, shape.offer.counts, _claims(shape.offer))
+        elif self._offers.seen:
+            self._offers.add(np.zeros((shape.batch, 1)), np.zeros(shape.batch, dtype=np.int64))
 
     def account(self, times: RoundTimes, gain: float) -> None:
         """Book a finished round: a plain one saves for probes, a probe is paid for.
@@ -112,26 +124,43 @@ class DraftGate:
 
     def _look_ahead(self, shape: RoundShape, last_rate: float | None) -> Outlook:
         bare = RoundShape(shape.contexts)
-        plain_rate = shape.batch / self._cost.plain_ms(bare)
-        if not self._seen:
-            return Outlook(True, 0.0, plain_rate)
-        masses, counts = self._rounds_like(shape.batch)
-        prices = np.zeros(shape.batch)
+        plain_rate = rate = shape.batch / self._cost.plain_ms(bare)
+        prices, start = np.zeros(shape.batch), last_rate or plain_rate
+        claims = None
+        if self._offers.seen:
+            offered, offers, claims = self._offers.rounds(shape.batch)
+            ms = self._cost.offered_ms(bare)
+            rate = max(rate, best_rate(offered, offers, prices, ms, committed=shape.batch, start=start))
+        if not self._drafts.seen:
+            return Outlook(True, 0.0, rate)
+        masses, counts, _ = self._drafts.rounds(shape.batch)
         ms = self._cost.drafted_ms(bare)
-        drafted = best_rate(masses, counts, prices, ms, committed=shape.batch, start=last_rate or plain_rate)
-        rate = max(plain_rate, drafted)
+        rate = max(rate, best_rate(masses, counts, prices, ms, committed=shape.batch, start=start))
+        if claims is not None:
+            # The latest of both side by side; which of them met is not kept.
+            rounds = min(len(masses), len(claims))
+            both, nodes = together(masses[:rounds], offered[:rounds], claims[:rounds], self._max_nodes)
+            rate = max(rate, best_rate(both, nodes, prices, ms, committed=shape.batch, start=rate))
         choice = merge(masses, counts, prices, self._cost.drafted_ms(shape), rate)
         more_ms = float(choice.ms.mean()) - self._cost.plain_ms(shape)
         loss_ms = more_ms - float(choice.gain.mean()) / rate
         return Outlook(loss_ms < 0, max(loss_ms, 0.0), rate)
 
-    def _rounds_like(self, batch: int) -> tuple[Array, NDArray[np.int64]]:
-        """Remembered drafts as rounds of `batch` requests: masses [G, B, N], counts [G, B]."""
-        known = min(self._seen, REMEMBERED, max(RECENT, batch))
-        rounds = max(1, known // batch)
-        # The latest; where more requests run than are remembered, some stand for several.
-        rows = (self._seen - 1 - np.arange(rounds * batch) % known) % REMEMBERED
-        return self._masses[rows].reshape(rounds, batch, -1), self._counts[rows].reshape(rounds, batch)
+    def _loss_beside(self, shape: RoundShape, offer: Offer, rate: float) -> float:
+        """ms that drafting is expected to lose against verifying what is at hand alone; below 0 where it gains."""
+        prices, counts = np.zeros(shape.batch), offer.counts
+        ms = self._cost.offered_ms(shape)
+        alone = merge(offer.masses[None], counts[None], prices, ms[: offer.masses.size + 1], rate)
+        masses, _, _ = self._drafts.rounds(shape.batch, TRIED)
+        both, nodes = together(masses, offer.masses, _claims(offer), self._max_nodes)
+        beside = merge(both, nodes, prices, self._cost.drafted_ms(shape)[: both[0].size + 1], rate)
+        more_ms = float(beside.ms.mean() - alone.ms[0])
+        return more_ms - float(beside.gain.mean() - alone.gain[0]) / rate
+
+
+def _claims(offer: Offer) -> Array:
+    """[B], how much of the next token's probability an offer holds."""
+    return (offer.masses * (offer.depths == 1)).sum(axis=1)
 
 
 def _load(shape: RoundShape) -> tuple[int, int, int]:

@@ -18,12 +18,18 @@ from cast_ray.width.curve import Array
 
 Whole = NDArray[np.int64]
 
+# Kinds of nodes: only the drafter's, only another source's, of both.
+OF_DRAFTER, OF_OTHERS, OF_BOTH = 0, 1, 2
+KINDS = 3
+
 
 @dataclass(frozen=True)
 class HostTree:
     """`CandidateTree` without its tokens: masses [B, N] float64; parents, depths [B, N] and counts [B] int64.
 
     warmth: [B] temperatures, None when all requests are greedy.
+    kinds: [B, N] int64, who proposed a node, one of the three below; None where all are the drafter's alone.
+    drafter_masses: [B, N] float64 beside it, what the drafter itself gave each node.
     """
 
     masses: Array
@@ -31,22 +37,39 @@ class HostTree:
     depths: Whole
     counts: Whole
     warmth: Array | None
+    kinds: Whole | None = None
+    drafter_masses: Array | None = None
+
+    def of_drafter(self) -> HostTree:
+        """The drafter's own tree within it, in the same places; other nodes are no nodes there."""
+        if self.drafter_masses is None:
+            return self
+        depths = np.where(self.drafter_masses > 0, self.depths, 0)
+        return HostTree(self.drafter_masses, self.parents, depths, self.counts, self.warmth)
 
 
 def read_tree(tree: CandidateTree, temperatures: Tensor | None) -> HostTree:
-    """One copy of [B, 3N + 2] float32, which holds indices of nodes exactly."""
+    """One copy of [B, 3N + 2] float32, or 5N + 2, which holds indices of nodes exactly."""
     nodes = tree.max_nodes
     columns = [tree.masses, tree.parents.float(), tree.depths.float(), tree.counts.unsqueeze(1).float()]
+    if tree.origins is not None:
+        columns += [tree.origins.sources.float(), tree.origins.drafter_masses]
     if temperatures is not None:
         columns.append(temperatures.unsqueeze(1).float())
     read = torch.cat(columns, dim=1).cpu().numpy().astype(np.float64)
     whole = read[:, nodes : 3 * nodes + 1].astype(np.int64)
+    kinds = drafter_masses = None
+    if tree.origins is not None:
+        sources, drafter_masses = np.split(read[:, 3 * nodes + 1 : 5 * nodes + 1], 2, axis=1)
+        kinds = np.where(sources > 0, np.where(drafter_masses > 0, OF_BOTH, OF_OTHERS), OF_DRAFTER)
     return HostTree(
         masses=read[:, :nodes],
         parents=whole[:, :nodes],
         depths=whole[:, nodes:-1],
         counts=whole[:, -1],
         warmth=None if temperatures is None else read[:, -1],
+        kinds=kinds,
+        drafter_masses=drafter_masses,
     )
 
 

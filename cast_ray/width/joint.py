@@ -56,10 +56,17 @@ class JointWidth:
         return self.gate.drafts(shape)
 
     def choose(self, tree: CandidateTree, shape: RoundShape) -> Tensor:
-        self._tree = read_tree(tree, shape.temperatures)
+        self._tree = read_tree(tree, shape.temperatures) if shape.drafted else None
+        if self._tree is None:
+            # At hand without drafting: whoever offers them says what they are worth.
+            masses, counts = tree.masses.cpu().numpy().astype(np.float64), tree.counts.cpu().numpy()
+            ms = self.cost.offered_ms(shape)[: masses.size + 1]
+            rate = self.gate.outlook(shape).rate
+            self._choice = merge(masses[None], counts[None], self.cost.prices(shape), ms, rate)
+            return torch.from_numpy(self._choice.widths[0])
         masses, counts = self.reliability.calibrate(self._tree), self._tree.counts
         self._expected = masses
-        self.gate.remember(masses, counts)
+        self._remember(self._tree, masses)
         ms, prices = self.cost.drafted_ms(shape)[: masses.size + 1], self.cost.prices(shape)
         rate = self.gate.outlook(shape).rate
         choice = merge(masses[None], counts[None], prices, ms, rate)
@@ -73,7 +80,7 @@ class JointWidth:
             least = max(1, int(np.flatnonzero(ms <= most_ms)[-1]))
             choice = merge(masses[None], counts[None], prices, ms, rate, least)
         self._choice = choice
-        return torch.from_numpy(self._choice.widths[0]).to(tree.counts.device)
+        return torch.from_numpy(self._choice.widths[0])
 
     def observe(self, tree: CandidateTree, widths: Tensor, accepted: Accepted, temperatures: Tensor | None) -> None:
         if self._tree is not None:
@@ -81,10 +88,11 @@ class JointWidth:
             self.reliability.observe(self._tree, self._expected, widths.cpu().numpy(), on_path)
 
     def timed(self, times: RoundTimes) -> None:
-        choice = self._choice if times.drafted else None
+        choice = self._choice
         self._choice = self._tree = None
         gain = float(choice.gain[0]) if choice else 0.0
         self._note(times, gain, int(choice.nodes[0]) if choice else 0)
+        self.gate.note_offer(times.shape)
         self.gate.account(times, gain)
         self.cost.observe(times)
 
@@ -107,9 +115,19 @@ class JointWidth:
             "chosen": chosen,
         }
 
+    def _remember(self, tree: HostTree, masses: Array) -> None:
+        """What the drafter alone promised: whether to draft is judged by that."""
+        if tree.drafter_masses is None:
+            self.gate.remember(masses, tree.counts)
+            return
+        alone = self.reliability.calibrate(tree.of_drafter())
+        self.gate.remember(-np.sort(-alone, axis=1), (tree.drafter_masses > 0).sum(axis=1))
+
     def _note(self, times: RoundTimes, gain: float, nodes: int) -> None:
         shape = times.shape
-        self._rounds["drafted" if times.drafted else "plain"] += 1
+        # Rounds of candidates that were at hand are named where there are any.
+        kind = "drafted" if times.drafted else "offered" if nodes else "plain"
+        self._rounds[kind] = self._rounds.get(kind, 0) + 1
         now = {
             "context": shape.mean_context,
             "nodes": nodes / shape.batch,

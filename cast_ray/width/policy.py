@@ -44,7 +44,10 @@ class WidthPolicy(Protocol):
         ...
 
     def choose(self, tree: CandidateTree, shape: RoundShape) -> Tensor:
-        """Nodes to verify of each request, [B] int64, at most `tree.counts`; the first of them are a tree."""
+        """Nodes to verify of each request, [B] int64, at most `tree.counts`; the first of them are a tree.
+
+        On the tree's device, or on the host where they were worked out there.
+        """
         ...
 
     def observe(self, tree: CandidateTree, widths: Tensor, accepted: Accepted, temperatures: Tensor | None) -> None:

@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cast_ray.width.curve import Array, pool_adjacent
-from cast_ray.width.host import HostTree, Whole
+from cast_ray.width.host import KINDS, HostTree, Whole
 
 # Classes of temperature: greedy, then up to each of these, then above.
 WARMTHS = np.array([0.0, 0.5, 1.0])
 # Depths beyond share the last class.
 DEPTHS = 16
+# Records that are kept apart: of each kind of node (see `host`), each class of temperature.
+RECORDS = KINDS * (len(WARMTHS) + 1)
 # Classes of mass, half an octave each, from 1 down to 2**-12.
 MASSES = 24
 MIDDLES = np.exp2(-(np.arange(MASSES) + 0.5) / 2)
@@ -33,22 +35,23 @@ STEERING, STEERING_LIMITS = 0.3, (-6.0, 1.0)
 
 
 class Reliability:
-    """Acceptance of a node, given its prefix mass, its depth and its request's temperature.
+    """Acceptance of a node, given who proposed it, its prefix mass, its depth and its request's temperature.
 
     For each class the ratio r = accepted / mass promised is kept. A class that saw little leans on the same mass at all
-    depths, that one on the same mass at all temperatures, and that one on the trend of all masses. Within a depth
-    `mass * r` is made non-decreasing in mass (isotonic); between the middles of classes r is interpolated.
+    depths, that one on the same mass at all temperatures, and that one on the trend of all masses; never on nodes that
+    others proposed. Within a depth `mass * r` is made non-decreasing in mass (isotonic); between the middles of classes
+    r is interpolated.
 
     Then families are cut to what their parents have, which takes away and never adds. So the ratios of each depth are
     steered by a factor until what comes out, cut and all, is what is accepted.
     """
 
     def __init__(self) -> None:
-        self._counts = np.zeros((3, len(WARMTHS) + 1, DEPTHS, MASSES))  # promised, accepted, nodes verified
+        self._counts = np.zeros((3, RECORDS, DEPTHS, MASSES))  # promised, accepted, nodes verified
         self._fresh = np.zeros((3, self._counts[0].size))
-        self._fresh_requests = np.zeros(len(WARMTHS) + 1)
+        self._fresh_requests = np.zeros((KINDS, len(WARMTHS) + 1))
         self._rounds = 0
-        self._steering = np.zeros((len(WARMTHS) + 1, DEPTHS))  # base 2, added to the log ratios
+        self._steering = np.zeros((RECORDS, DEPTHS))  # base 2, added to the log ratios
         self._outcome = np.zeros((2, self._steering.size))  # expected and accepted since the last look
         self._log_ratios: Array | None = None  # of every class, base 2, flat
         self.request_rounds = 0
@@ -93,7 +96,7 @@ class Reliability:
         self._accepted += int(hits.sum())
         self.request_rounds += batch
         if tree.warmth is None:
-            self._fresh_requests[0] += batch
+            self._fresh_requests[:, 0] += batch
         else:
             self._fresh_requests += np.bincount(np.searchsorted(WARMTHS, tree.warmth), minlength=len(WARMTHS) + 1)
         self._rounds += 1
@@ -126,7 +129,7 @@ class Reliability:
         }
 
     def _take_in(self) -> None:
-        self._counts *= (0.5 ** (self._fresh_requests / HALF_LIFE))[:, None, None]
+        self._counts *= (0.5 ** (self._fresh_requests.reshape(-1) / HALF_LIFE))[:, None, None]
         self._counts += self._fresh.reshape(self._counts.shape)
         self._fresh[:] = 0.0
         self._fresh_requests[:] = 0.0
@@ -134,15 +137,22 @@ class Reliability:
         off = np.log2((accepted + PRIOR) / (expected + PRIOR))
         self._steering = np.clip(self._steering + STEERING * off, *STEERING_LIMITS)
         self._outcome[:] = 0.0
-        log_ratios = np.log2(_ratios(self._counts[0], self._counts[1])) + self._steering[:, :, None]
+        promised, hits = self._counts[:2].reshape(2, KINDS, -1, DEPTHS, MASSES)
+        ratios = np.ones_like(promised)
+        for kind in range(KINDS):
+            if promised[kind].any():
+                ratios[kind] = _ratios(promised[kind], hits[kind])
+        log_ratios = np.log2(ratios).reshape(self._counts[0].shape) + self._steering[:, :, None]
         self._log_ratios = log_ratios.flatten()
 
 
 def _class_of(tree: HostTree) -> Whole:
-    """[B, N], where the mass classes of each node's temperature and depth begin."""
+    """[B, N], where the mass classes of each node's kind, temperature and depth begin."""
     rows = np.minimum(np.maximum(tree.depths - 1, 0), DEPTHS - 1)
     if tree.warmth is not None:
         rows = rows + np.searchsorted(WARMTHS, tree.warmth)[:, None] * DEPTHS
+    if tree.kinds is not None:
+        rows = rows + tree.kinds * (len(WARMTHS) + 1) * DEPTHS
     return rows * MASSES
 
 

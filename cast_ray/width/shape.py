@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from cast_ray.trees.merge import Offer
+
 
 @dataclass(frozen=True)
 class RoundShape:
@@ -18,11 +20,15 @@ class RoundShape:
     contexts: cached tokens of each decoding request, B numbers, at least one.
     chunk_tokens: prompt tokens that ride along in the same forward.
     temperatures: [B] float32, None when all requests are greedy.
+    offer: candidates that are at hand without drafting, None for none.
+    drafted: False where the drafter does not run in this round, so that its time is not spent.
     """
 
     contexts: Sequence[int]
     chunk_tokens: int = 0
     temperatures: Tensor | None = None
+    offer: Offer | None = None
+    drafted: bool = True
 
     @property
     def batch(self) -> int:

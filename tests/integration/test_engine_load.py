@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cast_ray import Engine, EngineConfig, SamplingParams
+from cast_ray import Engine, SamplingParams
 from cast_ray.width.policy import FixedWidth
 from cast_ray.width.shape import RoundShape
-from tests.support import Comparison, qwen3, save_tiny_drafter, save_tiny_model
+from tests.support import Comparison, qwen3, save_tiny_drafter, save_tiny_model, tiny_engine
 
 PAGE = 4
 
@@ -70,23 +70,8 @@ class Reference:
 
 
 def engine_for(folder: Path, width: str, **changes: Any) -> Engine:
-    settings: dict[str, Any] = {
-        "target": str(folder / "target"),
-        "drafter": str(folder / "drafter"),
-        "width": width,
-        "dtype": "float32",
-        "device": "cpu",
-        "page_size": PAGE,
-        "max_batch_size": 6,
-        "max_step_tokens": 32,
-        "max_nodes": 15,
-        "kv_cache_tokens": 4096,
-        "probe_seconds": 1.0,
-        # A random drafter is to go on drafting.
-        "watch_drafter": False,
-        "profile_dir": folder / "profiles",
-    }
-    return Engine(EngineConfig(**{**settings, **changes}))
+    sizes = {"page_size": PAGE, "max_batch_size": 6, "max_step_tokens": 32, "max_nodes": 15, "kv_cache_tokens": 4096}
+    return tiny_engine(folder / "target", folder / "drafter", width, **{**sizes, **changes})
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cast_ray.trees.edit import Nodes, graft, heaviest, read, replace
+from cast_ray.trees.edit import Nodes, graft, heaviest, read, replace, trunk
 from cast_ray.trees.pack import DraftScores, pack
 from cast_ray.trees.tree import CandidateTree, no_tree
 
@@ -67,3 +67,16 @@ def test_a_replaced_tree_stands_beside_those_that_stay() -> None:
             assert prefixes(out, b) == prefixes(tree, b)
         assert out.max_depth == 20
         assert replace(tree, {}) is tree
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_the_trunk_is_the_path_of_heaviest_children(seed: int) -> None:
+    nodes = read(random_tree(seed), [0])[0]
+    path = trunk(nodes)
+    assert path.parents == list(range(-1, len(path) - 1))
+    here, expected = -1, []
+    while children := [i for i, parent in enumerate(nodes.parents) if parent == here]:
+        here = max(children, key=lambda i: (nodes.masses[i], -i))
+        expected.append((nodes.tokens[here], nodes.masses[here]))
+    assert list(zip(path.tokens, path.masses, strict=True)) == expected
