@@ -156,6 +156,10 @@ class Lookup:
             if held.length < len(request.tokens) <= self.store.own_tokens:
                 pieces.append((request.row, held.length, request.tokens[held.length :]))
                 held.length = len(request.tokens)
+            elif held.length and len(request.tokens) > self.store.own_tokens:
+                # Where it stopped being read, nothing more can be said of what comes next.
+                self.store.clear(request.row)
+                held.length = 0
         self.store.write(pieces)
 
     def _grow(self, matches: Matches, source: Whole, ends: Whole, rows: Whole, max_nodes: int) -> tuple[Offer, Whole]:

@@ -97,7 +97,8 @@ class TextStore:
         Also whether each is in the ring, `[M]` bool.
         """
         ends = self.start_of(rows) + lengths - 1
-        sharing = scopes.nonzero()[0]
+        # Without a ring nobody shares.
+        sharing = scopes.nonzero()[0] if self._kept else rows[:0]
         queries = np.concatenate([np.arange(len(rows)), sharing])
         salts = np.concatenate([rows, self._salt(scopes[sharing])])
         found = self.index.find(ends[queries], salts)

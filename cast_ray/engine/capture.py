@@ -13,6 +13,9 @@ from cast_ray.models.recordings import Limits
 from cast_ray.models.target import Target
 from cast_ray.width.buckets import Buckets
 
+# Of the room for graphs; what is left is for packing and for the buffers that recordings share.
+TARGET_SHARE, DRAFTER_SHARE = 0.6, 0.25
+
 
 @torch.inference_mode()
 def capture(config: EngineConfig, target: Target, drafter: Drafter | None, *, plain: bool, room: int) -> None:
@@ -26,8 +29,11 @@ def capture(config: EngineConfig, target: Target, drafter: Drafter | None, *, pl
         return
     widest = 1 if plain else config.max_nodes + 1
     buckets = Buckets.up_to(config.max_batch_size * widest, config.max_batch_size)
-    limits = Limits(seconds=config.graph_seconds, **({"bytes": room} if room else {}))
-    target.graphs = TargetGraphs(target, buckets, limits)
+
+    def limits(share: float) -> Limits:
+        return Limits(seconds=config.graph_seconds, **({"bytes": int(share * room)} if room else {}))
+
+    target.graphs = TargetGraphs(target, buckets, limits(TARGET_SHARE))
     target.graphs.warm_up(widest)
     if isinstance(drafter, DFlashDrafter) and not plain:
-        drafter.graphs = DraftGraphs(drafter, target, buckets, limits)
+        drafter.graphs = DraftGraphs(drafter, target, buckets, limits(DRAFTER_SHARE))

@@ -224,8 +224,12 @@ class Engine:
 
     def exchange_outputs(self, others: List[Output]) -> list[Output]:
         """For lookup: take in outputs that other engines finished, and give out those finished here since the last
-        call; none where nothing is looked up."""
-        return self._parts.lookup.exchange(others) if self._parts.lookup is not None else []
+        call; none where nothing is looked up. Those with tokens that this target does not know are left out."""
+        if self._parts.lookup is None:
+            return []
+        size = self._parts.target.vocab_size
+        known = [output for output in others if max((*output[1], *output[2]), default=0) < size]
+        return self._parts.lookup.exchange(known)
 
     def use_policy(
         self, policy: WidthPolicy, drafter: Drafter | None = None, health: DrafterHealth | None = None

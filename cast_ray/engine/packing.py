@@ -13,6 +13,9 @@ from cast_ray.models.replay import Replay, replays
 from cast_ray.trees.pack import DraftScores, pack, pack_chain
 from cast_ray.trees.tree import CandidateTree
 
+# Trees of some hundred nodes take little; a share of the engine's room for graphs is left for this.
+PACKING_BYTES = 256 << 20
+
 
 class Packing:
     """`pack` and `pack_chain` for one width of tree; captured: on recordings by the scores' shape."""
@@ -21,7 +24,7 @@ class Packing:
         self._nodes = nodes
         self._branching = branching
         self._captured = captured
-        self._recordings: Recordings[_Packed] = Recordings("packing", device, Limits())
+        self._recordings: Recordings[_Packed] = Recordings("packing", device, Limits(bytes=PACKING_BYTES))
         self._replays = replays(device)
 
     def __call__(self, scores: DraftScores) -> CandidateTree:

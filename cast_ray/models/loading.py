@@ -242,14 +242,18 @@ def _read_tokenizer(name: str, folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The union of what the generation config, the config and the tokenizer call the end, in that order."""
+    """The union of what the generation config, the config and the tokenizer call the end, in that order.
+
+    A tokenizer may have tokens that the model has no logits for: these never come.
+    """
+    text = model.config.get_text_config()
     stated = [
         getattr(model.generation_config, "eos_token_id", None),
-        getattr(model.config.get_text_config(), "eos_token_id", None),
+        getattr(text, "eos_token_id", None),
         tokenizer.eos_token_id,
     ]
     ids = [item for value in stated for item in (value if isinstance(value, list | tuple) else [value])]
-    return tuple(dict.fromkeys(int(item) for item in ids if item is not None))
+    return tuple(dict.fromkeys(int(item) for item in ids if item is not None and 0 <= int(item) < text.vocab_size))
 
 
 def _again(source: str) -> str:

@@ -9,7 +9,8 @@ from cast_ray.request import SamplingParams
 
 
 def check_params(params: SamplingParams, vocab_size: int, tokenizer: Any) -> tuple[tuple[int, ...], ...]:
-    """RequestError for a token that does not exist, or rules that leave none. Returns the bad words' tokens."""
+    """RequestError for a token that does not exist, or rules that leave none. Returns the bad words' tokens, without
+    words that the target cannot write."""
     named = {
         "logit_bias": params.logit_bias,
         "allowed_token_ids": params.allowed_token_ids or (),
@@ -21,6 +22,8 @@ def check_params(params: SamplingParams, vocab_size: int, tokenizer: Any) -> tup
             problem = f"is no token of the target, which has {vocab_size}"
             raise RequestError(describe(name, unknown, problem, "Use the target's own tokenizer"))
     words = spell_bad_words(params.bad_words, tokenizer)
+    # A tokenizer may have tokens that the target has no logits for.
+    words = tuple(word for word in words if max(word) < vocab_size)
     if params.allowed_token_ids is not None:
         banned = {word[0] for word in words if len(word) == 1}
         if banned.issuperset(params.allowed_token_ids):

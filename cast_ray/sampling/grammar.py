@@ -108,6 +108,10 @@ class GrammarCompiler:
 
     def _make_label_tree(self, labels: tuple[str, ...]) -> LabelTree:
         spelled = {label: self._tokenizer.encode(label, add_special_tokens=False) for label in labels}
+        for label, tokens in spelled.items():
+            if max(tokens, default=0) >= self._vocab_size:
+                problem = f"has a token that the target, which has {self._vocab_size}, cannot write"
+                raise RequestError(describe("choice", label, problem, "Reword the label"))
         return LabelTree(spelled, self._end_tokens)
 
 

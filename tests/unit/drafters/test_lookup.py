@@ -222,6 +222,25 @@ def test_adversarial_rows_are_bounded_in_nodes(kind: str) -> None:
         assert np.mean(told[3::4]) < 0.15
 
 
+def test_a_text_that_grows_too_long_is_offered_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cast_ray.drafters.lookup.LONGEST_TEXT", 24)
+    lookup = Lookup(2, 1000, 100)
+    text, other = Text(0, 1, [1, 2, 3] * 8, lookup_scope="a"), Text(1, 0, [4, 5] * 4, lookup_scope="a")
+    offer = lookup.propose([text, other], 20)
+    assert offer is not None
+    assert offer.counts.all()
+    text.tokens.append(1)
+    for _ in range(2):
+        offer = lookup.propose([text, other], 20)
+        assert offer is not None
+        assert (offer.counts > 0).tolist() == [False, True]
+        text.tokens.append(7)
+    assert lookup.propose([text], 20) is None
+    # Too long from the start; and who comes next has the row for itself.
+    assert lookup.propose([Text(2, 1, [6] * 30, lookup_scope="a")], 20) is None
+    assert lookup.propose([Text(3, 1, [6] * 20)], 20) is not None
+
+
 def test_the_setting_names_a_drafter_lookup_or_both() -> None:
     assert split_name("lookup") == (None, True)
     assert split_name("embedded+lookup") == ("embedded", True)

@@ -111,6 +111,19 @@ def test_an_output_longer_than_its_share_is_cut_and_one_without_tokens_is_none()
     assert (store.index.tokens != NOTHING).sum() == 100
 
 
+def test_a_store_without_room_for_outputs_finds_requests_that_share_their_own_text() -> None:
+    for kept_tokens in (0, 1, 15):
+        store = TextStore(2, 128, kept_tokens)
+        texts = [[1, 2] * 20, [3] * 40]
+        store.write([(row, 0, text) for row, text in enumerate(texts)])
+        alone = find(store, [40, 40])
+        # So many scopes that the chains of some are by chance those of a request.
+        for number in range(1000):
+            scope = store.scope(str(number))
+            store.keep(scope, texts[0], texts[1])
+            assert {match for match in find(store, [40, 40], [scope] * 2) if not match[3]} == alone
+
+
 def test_scopes_are_forgotten_the_longest_unused_first(monkeypatch: object) -> None:
     store = TextStore(1, 32, 1000)
     import cast_ray.drafters.store as module

@@ -176,6 +176,27 @@ def test_the_watch_over_the_drafter_does_not_credit_it_with_what_others_found(fo
     assert engine.stats()["accepted_by_source"]["output"] + engine.stats()["accepted_by_source"]["rows"] > 50
 
 
+def test_outputs_of_an_engine_with_a_larger_vocabulary_are_left_alone(folder: Path) -> None:
+    engine = engine_for(folder, "lookup")
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    plain = one(engine, prompt, None)
+    name = scope_of("s", prompt)
+    assert name is not None
+    engine.exchange_outputs([(name, tuple(prompt), (50_000,) * 20), (name, (4, 99), tuple(plain.token_ids))])
+    assert engine.stats()["lookup"]["outputs_kept"] == 0
+    engine.exchange_outputs([(name, tuple(prompt), tuple(plain.token_ids))])
+    again = one(engine, prompt, "s")
+    assert again.token_ids == plain.token_ids
+    assert again.stats.accepted_by_source["rows"] > 20
+
+
+def test_lookup_that_keeps_no_outputs_serves_requests_that_share(folder: Path) -> None:
+    plain = engine_for(folder, "none", "ar")
+    engine = engine_for(folder, "lookup", lookup_tokens=0)
+    for prompt in ([1, 2, 1, 2, 1], [3, 1, 4], [7] * 9, [5, 6] * 4):
+        assert one(engine, prompt, "s").token_ids == one(plain, prompt, None).token_ids
+
+
 def test_plain_width_looks_nothing_up(folder: Path) -> None:
     engine = engine_for(folder, "lookup", "ar")
     assert engine.stats()["lookup"] is None

@@ -71,6 +71,12 @@ def test_every_end_token_of_the_three_configs_counts(tmp_path):
     assert load_target(str(folder), torch.float32, CPU).eos_token_ids == (7, 3, VOCAB["<|im_end|>"])
 
 
+def test_an_end_token_that_the_model_has_no_logits_for_is_none(tmp_path):
+    folder = write_folder(tmp_path / "m", eos_token_id=len(VOCAB))
+    GenerationConfig(eos_token_id=[len(VOCAB) + 1, 5]).save_pretrained(folder)
+    assert load_target(str(folder), torch.float32, CPU).eos_token_ids == (5, VOCAB["<|im_end|>"])
+
+
 def test_a_cached_hub_model_loads_without_a_network(tmp_path):
     snapshot = cache_hub_model(tmp_path, "org/tiny")
     loaded = load_target("org/tiny", torch.float32, CPU)

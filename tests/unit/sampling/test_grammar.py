@@ -180,3 +180,10 @@ def test_labels_that_tokens_cannot_tell_apart_are_refused() -> None:
         LabelTree({"a": []}, [0])
     with pytest.raises(RequestError, match="no end-of-sequence"):
         LabelTree({"a": [1], "b": [1, 2]}, [])
+
+
+def test_a_label_with_a_token_that_the_target_has_no_logits_for_is_refused() -> None:
+    compiler = GrammarCompiler(TOKENIZER, END, [])
+    with pytest.raises(RequestError, match=f"choice='a<end>': has a token that the target, which has {END}"):
+        compiler.compile(SamplingParams(choice=("yes", "a<end>")))
+    assert compiler.compile(SamplingParams(choice=("yes", "no"))) is not None

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cast_ray.request import SamplingParams
+from cast_ray.sampling.check import check_params
 from cast_ray.sampling.processors import Paths, RuleBatch, Rules, make_rules, nucleus_threshold
 from cast_ray.trees.pack import DraftScores
+from tests.byte_tokenizer import byte_level
 from tests.slow_sampling import slow_process
 
 VOCAB = 16
@@ -179,3 +181,11 @@ def test_a_nucleus_wider_than_the_first_look_is_found(share: float) -> None:
         kept = int((row >= least).sum())
         assert probabilities[:kept].sum() >= share - 1e-6
         assert probabilities[: kept - 1].sum() < share + 1e-6
+
+
+def test_a_bad_word_that_the_target_cannot_write_needs_no_ban() -> None:
+    tokenizer = byte_level()
+    params = SamplingParams(bad_words=("yes", "<end>", "a<end>"))
+    yes = check_params(SamplingParams(bad_words=("yes",)), len(tokenizer), tokenizer)
+    assert check_params(params, tokenizer.eos_token_id, tokenizer) == yes
+    assert len(check_params(params, len(tokenizer), tokenizer)) > len(yes)
