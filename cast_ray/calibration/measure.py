@@ -16,6 +16,8 @@ from cast_ray.models.target import Target
 from cast_ray.width.latency import LatencyTable
 
 logger = logging.getLogger(__name__)
+# Seconds that a start takes for what an earlier probe had no time for.
+GOING_ON_S = 8.0
 
 
 class DeviceProfile:
@@ -49,15 +51,18 @@ class DeviceProfile:
     def table(self, again: bool = False) -> LatencyTable:
         """The saved table where all of it was measured under the same conditions, else measured now.
 
-        again: measure whatever is saved. A probe that ran out of time is gone on with at the next call.
+        again: measure whatever is saved. A probe that ran out of time is gone on with at the next
+        call, for a few seconds.
         """
         saved = None if again else load_profile(self.key, self._folder)
         if saved is not None and saved.complete:
             return saved.table
-        logger.info("measuring %s, at most %.0f s", self.key["device"], self._seconds)
-        table, complete = self._probe.measure(self._seconds, saved.table if saved else None)
+        # What matters most is measured first: later starts fill in the rest without holding their work up for long.
+        seconds = self._seconds if saved is None else min(self._seconds, GOING_ON_S)
+        logger.info("measuring %s, at most %.0f s", self.key["device"], seconds)
+        table, complete = self._probe.measure(seconds, saved.table if saved else None)
         if not complete:
-            problem = "%.0f s were too short to measure this device in full: the next start goes on"
-            logger.warning(problem, self._seconds)
+            problem = "%.0f s were too short to measure this device in full: the next start goes on, for up to %.0f s"
+            logger.warning(problem, seconds, GOING_ON_S)
         save_profile(self.key, Profile(table, complete), self._folder)
         return table

@@ -127,8 +127,8 @@ def explain_round(engine: Engine, prompt: Prompt, params: SamplingParams, number
     """
     drafter = drafter_of(engine)
     if drafter is None:
-        problem = "decodes without a drafter: its rounds have no tree"
-        raise ConfigError(describe("drafter", engine.config.drafter, problem, "Give one"))
+        problem = "has no block drafter, whose rounds these are"
+        raise ConfigError(describe("drafter", engine.config.drafter, problem, "Give a DFlash folder, or embedded"))
     latency = engine.stats()["latency"]
     watch = _Watch(engine.policy, LatencyTable.from_dict(latency) if latency else None)
     engine.use_policy(watch)
