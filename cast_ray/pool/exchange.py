@@ -39,7 +39,10 @@ class Exchange:
 
     def _run(self) -> None:
         while not self._closed.wait(self._period_s):
-            self.round(self._ports())
+            try:
+                self.round(self._ports())
+            except Exception as error:  # the pool's members change under it: the next round sees them as they are
+                logger.debug("no exchange: %s", type(error).__name__)
 
     def round(self, ports: Mapping[str, Port]) -> None:
         """Ask every engine once. Nobody gets its own outputs back."""
