@@ -104,7 +104,7 @@ def save_spelling_pair(folder: Path, make: Callable[..., Any]) -> None:
     save_tiny_drafter(folder / "drafter", target=config)
 
 
-def tiny_engine(target: Path, drafter: Path | None, width: str, /, **changes: Any) -> Engine:
+def tiny_engine(target: Path, drafter: Path | str | None, width: str, /, **changes: Any) -> Engine:
     """An engine in float32 on the CPU whose small pages, steps and batches make every border come often.
 
     A random drafter is to go on drafting, so nothing watches it. Profiles lie beside the target. `changes`: settings.

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from cast_ray import Completion, Engine, EngineConfig, SamplingParams
 from cast_ray.width.fixed import FixedWidth
-from tests.support import TINY, Comparison, qwen3, reference_greedy, save_tiny_drafter, save_tiny_model
+from tests.support import TINY, Comparison, qwen3, reference_greedy, save_tiny_drafter, save_tiny_model, tiny_engine
 
 FAMILIES: dict[str, Any] = {
     "qwen3": lambda: qwen3(),
@@ -34,21 +34,8 @@ def prompts_of(count: int, seed: int = 3) -> list[list[int]]:
 
 
 def engine_for(folder: Path, drafter: str, width: str, **changes: Any) -> Engine:
-    settings: dict[str, Any] = {
-        "target": str(folder / "target"),
-        "drafter": drafter.format(folder / "drafter"),
-        "width": width,
-        "dtype": "float32",
-        "device": "cpu",
-        "page_size": 4,
-        "max_batch_size": 5,
-        "max_step_tokens": 24,
-        "probe_seconds": 1.0,
-        "watch_drafter": False,
-        "lookup_tokens": 4096,
-        "profile_dir": folder / "profiles",
-    }
-    return Engine(EngineConfig(**{**settings, **changes}))
+    named = drafter.format(folder / "drafter")
+    return tiny_engine(folder / "target", named, width, **{"lookup_tokens": 4096, **changes})
 
 
 def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], scope: str | None) -> list[Completion]:

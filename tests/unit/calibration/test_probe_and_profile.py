@@ -12,6 +12,7 @@ import torch
 
 from cast_ray import Engine, EngineConfig, SamplingParams
 from cast_ray.calibration import probe as probing
+from cast_ray.calibration.measure import GOING_ON_S
 from cast_ray.calibration.probe import CLOSER_POINTS, Probe
 from cast_ray.calibration.profile import Profile, load_profile, profile_key, profile_path, save_profile
 from cast_ray.width.latency import DraftPoint, LatencyPoint, LatencyTable
@@ -86,8 +87,9 @@ def test_what_is_measured_fits_the_pool_and_leaves_it_usable(settings: dict[str,
 
 
 def test_a_probe_out_of_time_gives_a_table_and_the_next_start_goes_on(
-    settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("cast_ray.calibration.measure.GOING_ON_S", 120.0)  # however busy the machine is
     config = {**settings, "width": "deployment", "profile_dir": tmp_path}
     with caplog.at_level(logging.WARNING):
         short = Engine(EngineConfig(**config, probe_seconds=1e-6)).stats()["latency"]
@@ -102,6 +104,21 @@ def test_a_probe_out_of_time_gives_a_table_and_the_next_start_goes_on(
     assert (1, 1, 256) in measured
     assert short["draft"][0] in whole["draft"]
     assert caplog.text == ""
+
+
+def test_going_on_takes_a_start_a_few_seconds_at_most(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def measure(probe: Probe, seconds: float, known: LatencyTable | None) -> tuple[LatencyTable, bool]:
+        given.append((seconds, known is not None))
+        return LatencyTable([LatencyPoint(1, 1, 0, 2.0)], [DraftPoint(1, 0, 1.0)]), False
+
+    monkeypatch.setattr(Probe, "measure", measure)
+    for _ in range(2):
+        Engine(EngineConfig(**settings, width="deployment", profile_dir=tmp_path, probe_seconds=25))
+    assert given == [(25, False), (GOING_ON_S, True)]
 
 
 def test_a_profile_is_measured_once_and_then_loaded(

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from cast_ray import Completion, Engine, EngineConfig, SamplingParams
+from cast_ray import Completion, Engine, SamplingParams
 from cast_ray.request import scope_of
 from cast_ray.width.fixed import FixedWidth
 from cast_ray.width.shape import RoundShape
-from tests.support import qwen3, save_tiny_drafter, save_tiny_model
+from tests.support import qwen3, save_tiny_drafter, save_tiny_model, tiny_engine
 
 LONG = SamplingParams(max_tokens=40)
 
@@ -26,18 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_for(folder: Path, drafter: str, width: str = "fixed:15", **changes: Any) -> Engine:
-    settings: dict[str, Any] = {
-        "target": str(folder / "target"),
-        "drafter": drafter.format(folder / "drafter"),
-        "width": width,
-        "dtype": "float32",
-        "device": "cpu",
-        "page_size": 4,
-        "max_batch_size": 4,
-        "lookup_tokens": 4096,
-        "watch_drafter": False,
-    }
-    return Engine(EngineConfig(**{**settings, **changes}))
+    settings: dict[str, Any] = {"max_batch_size": 4, "max_step_tokens": 512, "lookup_tokens": 4096, **changes}
+    return tiny_engine(folder / "target", drafter.format(folder / "drafter"), width, **settings)
 
 
 def finish(engine: Engine) -> dict[str, Completion]:

@@ -13,7 +13,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Conf
 from cast_ray.models import linear
 from cast_ray.models.attention.sdpa import SdpaBackend
 from cast_ray.models.flatten import PromptChunk, make_step
-from cast_ray.models.fused import FusedAttention, FusedMLP, FusedNorm, speed_up
+from cast_ray.models.fused import FusedAttention, FusedLayer, FusedMLP, FusedNorm, speed_up
 from cast_ray.models.loading import load_target
 from cast_ray.models.target import ATTENTION_NAME, Target
 from tests.support import TINY, qwen3, save_tiny_model
@@ -55,7 +55,7 @@ def test_logits_and_features_are_those_of_the_plain_model(name: str, tmp_path: P
     torch.testing.assert_close(fast_logits, logits, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(fast_features, features, atol=1e-5, rtol=1e-5)
     kinds = {type(module) for module in target.model.modules()}
-    assert (FusedAttention in kinds) == fuses
+    assert (FusedAttention in kinds) == (FusedLayer in kinds) == fuses
     assert fuses <= (FusedMLP in kinds and FusedNorm in kinds)
 
 

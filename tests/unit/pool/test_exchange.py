@@ -122,3 +122,21 @@ def test_an_actor_hands_on_what_its_engine_has_and_nothing_for_one_that_looks_no
     assert own[0][0].startswith("job")
     assert len(own[0][2]) == 8
     assert of_fake == []
+
+
+def test_a_pool_that_cannot_name_its_engines_once_is_asked_again() -> None:
+    asked = threading.Event()
+    calls: list[int] = []
+
+    def ports() -> dict[str, Member]:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise RuntimeError("the members change")
+        asked.set()
+        return {}
+
+    exchange = Exchange(ports, period_s=0.01)
+    try:
+        assert asked.wait(30)
+    finally:
+        exchange.close()
