@@ -35,11 +35,15 @@ LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3Decode
 
 
 class FusedNorm(nn.Module):
-    """Root-mean-square norm: `x * weight * sqrt(n) / hypot(|x|, sqrt(n * eps))` over the last n values."""
+    """Root-mean-square norm: `x * weight * sqrt(n) / hypot(|x|, sqrt(n * eps))` over the last n values.
+
+    plain, eps: the norm's weight `[n]` and epsilon as the model has them.
+    """
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
         size = norm.weight.numel()
+        self.plain, self.eps = norm.weight.detach().clone(), float(norm.variance_epsilon)
         self._least: Tensor
         self.weight = nn.Parameter(norm.weight.detach() * size**0.5, requires_grad=False)
         self.register_buffer("_least", torch.tensor((size * float(norm.variance_epsilon)) ** 0.5), persistent=False)

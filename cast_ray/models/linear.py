@@ -1,19 +1,25 @@
 """Linear layers on a CPU for the few rows that a decoding round has: weights packed once, at load, not every time.
 
-Two packed forms, both with float32 inputs, sums and outputs: weights that 16 bits hold exactly (all that are bfloat16)
-are kept in half precision, at half the memory traffic; others stay float32. Same numbers as the plain layer up to
-float32 rounding. Other devices, and builds of PyTorch without these products, keep the plain layers.
+Inputs, sums and outputs are float32; weights take the fewest bits that hold them exactly. Where compiled kernels can be
+used (`models.native`) those are 4, 8, 16 or 32; with PyTorch alone 16 (half precision, which holds most bfloat16
+weights) or 32. Same numbers as the plain layer up to float32 rounding. Other devices, and builds of PyTorch without
+these products, keep the plain layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from cast_ray.models import native
 from cast_ray.models.devices import computes_in_bfloat16
+
+if TYPE_CHECKING:
+    from cast_ray.models.native.calls import NativeLinear
 
 # A weight's row may move by this share of its norm when it is rounded to half precision: what a float32 sum of some
 # hundred products loses anyway.
@@ -28,6 +34,7 @@ class PackedLinear(nn.Module):
     """One or more linear layers of the same input as one product over packed weights.
 
     weight: the plain weight, kept only where somebody else reads it (an output head); else None.
+    native: the layer as compiled kernels read it, None where PyTorch computes it.
     """
 
     def __init__(
@@ -39,6 +46,7 @@ class PackedLinear(nn.Module):
         self.weight = weights[0] if keep and len(weights) == 1 else None
         whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         self.form, self._product = _packed(whole.detach().float(), _joined_bias(weights, biases), exact)
+        self.native: NativeLinear | None = self._product if native.available() else None  # type: ignore[assignment]
 
     def forward(self, input: Tensor) -> Tensor:
         shape = (*input.shape[:-1], self.out_features)
@@ -96,6 +104,11 @@ def fits_half(weight: Tensor) -> bool:
 
 
 def _packed(weight: Tensor, bias: Tensor | None, exact: bool) -> tuple[str, Product]:
+    if native.available():
+        from cast_ray.models.native.calls import NativeLinear, form_name
+
+        linear = NativeLinear(weight, bias)
+        return form_name(linear), linear
     if not exact or fits_half(weight):
         half = torch.ops.quantized.linear_prepack_fp16(weight, bias)
         return "half", lambda rows: torch.ops.quantized.linear_dynamic_fp16(rows, half)
@@ -112,7 +125,9 @@ def _joined_bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> 
 
 @cache
 def _has_kernels() -> bool:
-    """Both are PyTorch's own, but not public API, and not in every build: a tiny product tells."""
+    """PyTorch's two are its own, but not public API, and not in every build: a tiny product tells."""
+    if native.available():
+        return True
     try:
         rows, weight = torch.ones(2, 8), torch.ones(8, 8)
         half = torch.ops.quantized.linear_prepack_fp16(weight, None)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from cast_ray.models import native
 from cast_ray.models.attention.base import Attending, AttentionBackend, Layer, Step, begin
 from cast_ray.models.families import RECURRENT, layer_kinds
 from cast_ray.models.kv_cache import KVCache
@@ -21,6 +23,7 @@ from cast_ray.models.recurrent import keep_states
 
 if TYPE_CHECKING:
     from cast_ray.models.graphs import TargetGraphs
+    from cast_ray.models.native.decoder import NativeDecoder
 
 ATTENTION_NAME = "cast_ray"
 
@@ -86,6 +89,7 @@ class Target:
         self.embedding: Tensor = self.model.get_input_embeddings().weight
         self.head: nn.Module = self.model.get_output_embeddings()
         self.taps = taps
+        self.native = find_native(self.model)
         self.graphs: TargetGraphs | None = None
         self.states = keep_states(self.model, rows)
         self._tapped: dict[int, Tensor] = {}
@@ -101,6 +105,8 @@ class Target:
             output = self.graphs.run(step, logit_rows)
             if output is not None:
                 return output
+        if self.native is not None and self.native.can_run(step):
+            return self._compute_natively(self.native, step, logit_rows)
         return self.compute(begin(step, self.cache, self.backend), logit_rows)
 
     def compute(self, attending: Attending, logit_rows: Tensor | int) -> TargetOutput:
@@ -121,6 +127,12 @@ class Target:
             self._tapped.clear()
         return TargetOutput(output.logits[0], features)
 
+    def _compute_natively(self, native: NativeDecoder, step: Step, logit_rows: Tensor) -> TargetOutput:
+        hidden = F.embedding(step.tokens, self.embedding)
+        angles = self.model.get_decoder().rotary_emb(hidden, step.positions[None])
+        hidden, features = native.run(step, hidden, angles, self.cache, self.backend.page_size, self.taps)
+        return TargetOutput(self.head(hidden.index_select(0, logit_rows)), features)
+
     def _hook_layers(self) -> None:
         decoder = self.model.get_decoder()
         layers = decoder.layers
@@ -135,6 +147,15 @@ class Target:
             self._tapped[tap] = hidden[0]
 
         return hook
+
+
+def find_native(model: Any) -> NativeDecoder | None:
+    """The compiled decoder of a target on a CPU, None where its layers are not of a kind that it knows."""
+    if not native.available():
+        return None
+    from cast_ray.models.native.adopt import native_decoder
+
+    return native_decoder(model)
 
 
 def kv_shape(config: Any) -> tuple[int, int, int]:
