@@ -30,6 +30,10 @@ from cast_ray.models.linear import PackedLinear, can_pack, pack_linears
 
 ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
 MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
+# Kinds of rotary embedding whose frequencies do not depend on the positions asked for.
+FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+# Beyond so many positions (16 MB of angles at 64 dimensions) angles are computed when they are needed.
+TABLE_POSITIONS = 32768
 NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 
@@ -138,12 +142,23 @@ class SignedRotary(nn.Module):
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
         self.rotary = rotary
+        self._known: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.rotary(x, position_ids)
         half = sin.shape[-1] // 2
         signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
         return cos[0, :, None], signed[0, :, None]
+
+    def look_up(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward` for `[T]` positions; where frequencies are fixed, from a table made at the first call."""
+        length = int(getattr(self.rotary, "max_seq_len_cached", 0))
+        if getattr(self.rotary, "rope_type", None) not in FIXED_ROTARY or not 0 < length <= TABLE_POSITIONS:
+            return self(x, positions[None])
+        if self._known is None:
+            self._known = self(x, torch.arange(length)[None])
+        cos, sin = self._known
+        return cos.index_select(0, positions), sin.index_select(0, positions)
 
 
 def speed_up(model: PreTrainedModel) -> int:

@@ -129,7 +129,7 @@ class Target:
 
     def _compute_natively(self, native: NativeDecoder, step: Step, logit_rows: Tensor) -> TargetOutput:
         hidden = F.embedding(step.tokens, self.embedding)
-        angles = self.model.get_decoder().rotary_emb(hidden, step.positions[None])
+        angles = self.model.get_decoder().rotary_emb.look_up(hidden, step.positions)
         hidden, features = native.run(step, hidden, angles, self.cache, self.backend.page_size, self.taps)
         return TargetOutput(self.head(hidden.index_select(0, logit_rows)), features)
 

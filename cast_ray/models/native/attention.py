@@ -14,6 +14,7 @@ from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
 from cast_ray.models.native.elementwise import exponential
+from cast_ray.models.native.stamp import STAMP
 from cast_ray.models.native.vectors import add_values, byte_at, floats_at, key_scores, numbers_at
 
 # Places in the description of a segment (the new tokens of one request), int64 each.
@@ -24,9 +25,12 @@ QUERIES = 4
 # What a masked score is: its weight is 0, and it is a number.
 _HIDDEN = -1e30
 
+# That of `call_attend`.
+_SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, float32, int64, int64, int64)"
+
 _scores_1, _scores_2, _scores_3, _scores_4 = (key_scores(rows) for rows in (1, 2, 3, 4))
-# 64, 32, 16 and 8 dimensions of a value at a time.
-_values_8, _values_4, _values_2, _values_1 = (add_values(vectors) for vectors in (8, 4, 2, 1))
+# 64 or 32 dimensions of a value at a time.
+_values_8, _values_4 = (add_values(vectors) for vectors in (8, 4))
 
 
 @njit(nogil=True)
@@ -65,14 +69,14 @@ def _weigh(scores):  # type: ignore[no-untyped-def]
         scores[key] = exponential(scores[key] - greatest)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def _sum_values(weights, table, total, page, values, slot_bytes, dim, out):  # type: ignore[no-untyped-def]
     result = numba.carray(floats_at(out), dim)
     weight_sum = numba.float32(0.0)
     part = 0
     while part < dim:
         left = dim - part
-        width = 64 if left >= 64 else 32 if left >= 32 else 16 if left >= 16 else 8
+        width = 64 if left >= 64 else 32
         weight_sum = _sum_part(
             weights, table, total, page, values + part * 4, slot_bytes, width, result[part : part + width]
         )
@@ -83,7 +87,8 @@ def _sum_values(weights, table, total, page, values, slot_bytes, dim, out):  # t
 
 @njit(nogil=True)
 def _sum_part(weights, table, total, page, values, slot_bytes, width, result):  # type: ignore[no-untyped-def]
-    result[:] = numba.float32(0.0)
+    for place in range(width):
+        result[place] = numba.float32(0.0)
     weight_sum = numba.float32(0.0)
     done = 0
     while done < total:
@@ -92,17 +97,13 @@ def _sum_part(weights, table, total, page, values, slot_bytes, width, result):  
         out = result.ctypes.data
         if width == 64:
             weight_sum = _values_8(weights + done * 4, here, slot_bytes, slots, out, weight_sum)
-        elif width == 32:
-            weight_sum = _values_4(weights + done * 4, here, slot_bytes, slots, out, weight_sum)
-        elif width == 16:
-            weight_sum = _values_2(weights + done * 4, here, slot_bytes, slots, out, weight_sum)
         else:
-            weight_sum = _values_1(weights + done * 4, here, slot_bytes, slots, out, weight_sum)
+            weight_sum = _values_4(weights + done * 4, here, slot_bytes, slots, out, weight_sum)
         done += slots
     return weight_sum
 
 
-@cfunc("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, float32, int64, int64, int64)", cache=True)
+@njit(nogil=True)
 def _attend(segment, block, head, keys, values, page, kv_heads, heads, dim, scale, queries, out, scratch):  # type: ignore[no-untyped-def]
     """The outputs of queries 4 * block and following of key head `head`.
 
@@ -147,8 +148,18 @@ def _attend(segment, block, head, keys, values, page, kv_heads, heads, dim, scal
         _sum_values(scratch + row * line, table, total, page, values + head * dim * 4, slot_bytes, dim, out + place)
 
 
-# Compiled by itself and called by its address, as the products are.
-ATTEND: int = _attend.address
+def _kept(stamp: int) -> int:
+    """Compiled by itself and called by its address, as the products are. The condition always holds; see `stamp`."""
+
+    @cfunc(_SIGNATURE, cache=True)
+    def attend(segment, block, head, keys, values, page, kv_heads, heads, dim, scale, queries, out, scratch):  # type: ignore[no-untyped-def]
+        if stamp >= 0:
+            _attend(segment, block, head, keys, values, page, kv_heads, heads, dim, scale, queries, out, scratch)
+
+    return int(attend.address)
+
+
+ATTEND: int = _kept(STAMP)
 
 
 @intrinsic

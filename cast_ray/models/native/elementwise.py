@@ -39,7 +39,8 @@ def exponential(x):  # type: ignore[no-untyped-def]
     return series * power if x >= _LEAST else _NONE
 
 
-@njit(nogil=True)
+# numpy's division by zero is a number; Python's is an exception, and a loop that may raise is not vectorised.
+@njit(nogil=True, error_model="numpy")
 def gate(gates, ups, out):  # type: ignore[no-untyped-def]
     """out = silu(gates) * ups, rows of like length."""
     for place in range(out.shape[0]):
@@ -55,7 +56,7 @@ def square_sum(row):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def norm(row, weight, eps, out):  # type: ignore[no-untyped-def]
     """Root-mean-square norm of one row; out may be the row."""
     size = row.shape[0]

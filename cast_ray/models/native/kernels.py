@@ -6,12 +6,15 @@ Mistral, Qwen 2 and Qwen 3: norm, attention with rotary heads, norm, gated MLP.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 from numba import njit
 
 from cast_ray.models.native.attention import SEGMENT_SIZE, call_attend
 from cast_ray.models.native.elementwise import gate, norm, rotate
 from cast_ray.models.native.products import COLUMNS, call_product
+from cast_ray.models.native.stamp import STAMP
 from cast_ray.models.native.team import (
     INSIDE,
     JOB,
@@ -81,6 +84,14 @@ def _floats(address, count):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
+def _copy(source, target, count):  # type: ignore[no-untyped-def]
+    """`count` float32 between addresses. A loop: numba compiles an assigned slice several seconds longer."""
+    values, places = _floats(source, count), _floats(target, count)
+    for place in range(count):
+        places[place] = values[place]
+
+
+@njit(nogil=True)
 def _next(counter):  # type: ignore[no-untyped-def]
     return atomic_add(counter, 1)
 
@@ -115,7 +126,7 @@ def _norms(counter, job, weight, tap, rows, size):  # type: ignore[no-untyped-de
     while row < rows:
         hidden = _floats(job[HIDDEN] + row * size * 4, size)
         if tap >= 0:
-            _floats(job[FEATURES] + (tap * rows + row) * size * 4, size)[:] = hidden
+            _copy(job[HIDDEN] + row * size * 4, job[FEATURES] + (tap * rows + row) * size * 4, size)
         norm(hidden, scale, eps, _floats(job[NORMED] + row * size * 4, size))
         mine += 1
         row = _next(counter)
@@ -143,7 +154,7 @@ def _heads(counter, job, layer, index, rows, size, scratch):  # type: ignore[no-
                     to = keys + (slots[row] * kv_heads + chunk - heads) * dim * 4
                 else:
                     to = keys + job[CACHE_HALF] + (slots[row] * kv_heads + chunk - heads - kv_heads) * dim * 4
-                _floats(to + part * COLUMNS * 4, COLUMNS)[:] = _floats(tile + row * COLUMNS * 4, COLUMNS)
+                _copy(tile + row * COLUMNS * 4, to + part * COLUMNS * 4, COLUMNS)
         if chunk < heads + kv_heads:
             scale = layer[L_Q_NORM] if chunk < heads else layer[L_K_NORM]
             for row in range(rows):
@@ -258,8 +269,7 @@ def _run_product(job, scratch):  # type: ignore[no-untyped-def]
         _columns(job, P_PRODUCT, pair, job[P_FROM], size, rows, tile, rest)
         width = min(COLUMNS, columns - pair * COLUMNS)
         for row in range(rows):
-            to = job[P_TO] + (row * columns + pair * COLUMNS) * 4
-            _floats(to, width)[:] = _floats(tile + row * COLUMNS * 4, width)
+            _copy(tile + row * COLUMNS * 4, job[P_TO] + (row * columns + pair * COLUMNS) * 4, width)
         mine += 1
         pair = _next(job[COUNTERS])
     _done(job[COUNTERS], mine, chunks)
@@ -275,26 +285,32 @@ def _run(kind, address, thread):  # type: ignore[no-untyped-def]
         _run_product(job, job[SCRATCH] + thread * job[SCRATCH_BYTES])
 
 
-@njit("void(int64, int64, int64, int64, int64)", nogil=True, cache=True)
-def enter(control, kind, job, phases, thread):  # type: ignore[no-untyped-def]
-    """thread 0: run a job with the team's helpers; control 0: alone. Another: help with every job until told to stop.
+def _make(stamp: int) -> Any:
+    @njit("void(int64, int64, int64, int64, int64)", nogil=True, cache=True)
+    def entry(control, kind, job, phases, thread):  # type: ignore[no-untyped-def]
+        """thread 0: run a job with the team's helpers; control 0: alone. Another: help until told to stop.
 
-    One function for both, as two would be compiled one after the other.
-    """
-    last = numba.int64(0)
-    while thread > 0:
-        last = next_posted(control, last)
-        atomic_add(control + 8 * INSIDE, 1)
-        if atomic_load(control + 8 * OPEN) == last:
-            kind, job = atomic_load(control + 8 * KIND), atomic_load(control + 8 * JOB)
-            if kind == STOP:
-                atomic_add(control + 8 * INSIDE, -1)
-                return
-            _run(kind, job, thread)
-        atomic_add(control + 8 * INSIDE, -1)
-    clear_phases(numba.carray(numbers_at(job), 4)[COUNTERS], phases)
-    if control != 0:
-        post(control, job, kind)
-    _run(kind, job, 0)
-    if control != 0:
-        close(control)
+        One function for both, as two would be compiled one after the other.
+        """
+        last = numba.int64(0 * stamp)
+        while thread > 0:
+            last = next_posted(control, last)
+            atomic_add(control + 8 * INSIDE, 1)
+            if atomic_load(control + 8 * OPEN) == last:
+                kind, job = atomic_load(control + 8 * KIND), atomic_load(control + 8 * JOB)
+                if kind == STOP:
+                    atomic_add(control + 8 * INSIDE, -1)
+                    return
+                _run(kind, job, thread)
+            atomic_add(control + 8 * INSIDE, -1)
+        clear_phases(numba.carray(numbers_at(job), 4)[COUNTERS], phases)
+        if control != 0:
+            post(control, job, kind)
+        _run(kind, job, 0)
+        if control != 0:
+            close(control)
+
+    return entry
+
+
+enter = _make(STAMP)

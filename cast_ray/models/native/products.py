@@ -12,6 +12,7 @@ from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
 from cast_ray.models.native.forms import TILE, Form
+from cast_ray.models.native.stamp import STAMP
 from cast_ray.models.native.vectors import tile_product, tile_values
 
 # Columns that one call makes: a pair of tiles.
@@ -97,41 +98,43 @@ def _product(form: Form) -> Any:
     return product
 
 
-# Each form's product is compiled by itself, kept in numba's cache, and called by its address: part of its callers, it
-# would be compiled again with each of them. The signature is that of `call_product`.
-_SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64)"
 _float32, _bfloat16, _four_bits, _eight_bits = (_product(form) for form in Form)
+# That of `call_product`.
+_SIGNATURE = "void(int64, int64, int64, int64, int64, int64, int64)"
 
 
-@cfunc(_SIGNATURE, cache=True)
-def _product_float32(weight, pair, inputs, size, n, out, scratch):  # type: ignore[no-untyped-def]
-    _float32(weight, pair, inputs, size, n, out, scratch)
+def _kept(stamp: int) -> dict[Form, int]:
+    """Each form's product compiled by itself, to be called by its address: part of its callers, it would be compiled
+    again with each of them. The condition always holds; see `stamp`."""
 
+    @cfunc(_SIGNATURE, cache=True)
+    def float32(weight, pair, inputs, size, n, out, scratch):  # type: ignore[no-untyped-def]
+        if stamp >= 0:
+            _float32(weight, pair, inputs, size, n, out, scratch)
 
-@cfunc(_SIGNATURE, cache=True)
-def _product_bfloat16(weight, pair, inputs, size, n, out, scratch):  # type: ignore[no-untyped-def]
-    _bfloat16(weight, pair, inputs, size, n, out, scratch)
+    @cfunc(_SIGNATURE, cache=True)
+    def bfloat16(weight, pair, inputs, size, n, out, scratch):  # type: ignore[no-untyped-def]
+        if stamp >= 0:
+            _bfloat16(weight, pair, inputs, size, n, out, scratch)
 
+    @cfunc(_SIGNATURE, cache=True)
+    def four_bits(weight, pair, inputs, size, n, out, scratch):  # type: ignore[no-untyped-def]
+        if stamp >= 0:
+            _four_bits(weight, pair, inputs, size, n, out, scratch)
 
-@cfunc(_SIGNATURE, cache=True)
-def _product_four_bits(weight, pair, inputs, size, n, out, scratch):  # type: ignore[no-untyped-def]
-    _four_bits(weight, pair, inputs, size, n, out, scratch)
+    @cfunc(_SIGNATURE, cache=True)
+    def eight_bits(weight, pair, inputs, size, n, out, scratch):  # type: ignore[no-untyped-def]
+        if stamp >= 0:
+            _eight_bits(weight, pair, inputs, size, n, out, scratch)
 
-
-@cfunc(_SIGNATURE, cache=True)
-def _product_eight_bits(weight, pair, inputs, size, n, out, scratch):  # type: ignore[no-untyped-def]
-    _eight_bits(weight, pair, inputs, size, n, out, scratch)
+    functions = zip(Form, (float32, bfloat16, four_bits, eight_bits), strict=True)
+    return {form: int(function.address) for form, function in functions}
 
 
 # By form: the address of a function of `(weight, pair, inputs, size, n, out, scratch)`, which writes columns
 # `32 * pair` and following of the product of `n` rows `[n, size]` into out `[n, 32]`, float32. weight: address of the
 # packed bytes. scratch: room for `[size, 16]` float32.
-PRODUCTS: dict[Form, int] = {
-    Form.FLOAT32: _product_float32.address,
-    Form.BFLOAT16: _product_bfloat16.address,
-    Form.FOUR_BITS: _product_four_bits.address,
-    Form.EIGHT_BITS: _product_eight_bits.address,
-}
+PRODUCTS: dict[Form, int] = _kept(STAMP)
 
 
 @intrinsic

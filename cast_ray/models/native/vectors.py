@@ -199,26 +199,31 @@ def tile_values(form: Form) -> Any:
 def key_scores(rows: int) -> Any:
     """A kernel `(q0, q1, q2, q3, dim, keys, key_bytes, count, scale, out, out_bytes)`: scaled products with keys.
 
-    The first `rows` of four query addresses against `count` keys, `key_bytes` apart; dim is a multiple of 8.
+    The first `rows` of four query addresses against `count` keys, `key_bytes` apart; dim is a multiple of 32. Even and
+    odd vectors have a sum each, so that one addition need not wait for the one before.
     """
 
     @intrinsic
     def kernel(context, q0, q1, q2, q3, dim, keys, key_bytes, count, scale, out, out_bytes):  # type: ignore[no-untyped-def]
         def body(b: Any, args: Any) -> None:
             queries, (dim, keys, key_bytes, count, scale, out, out_bytes) = args[:rows], args[4:]
-            sums = [cgutils.alloca_once(b, _V8) for _ in range(rows)]
+            sums = [[cgutils.alloca_once(b, _V8) for _ in range(2)] for _ in range(rows)]
             with cgutils.for_range(b, count) as loop:
                 key = b.add(keys, b.mul(key_bytes, loop.index))
-                for place in sums:
-                    b.store(_ZERO, place)
-                with cgutils.for_range(b, b.udiv(dim, _I64(8))) as inner:
-                    offset = b.mul(inner.index, _I64(32))
-                    vector = _load(b, _V8, b.add(key, offset), 4)
-                    for query, place in zip(queries, sums, strict=True):
-                        b.store(_fma(b, _load(b, _V8, b.add(query, offset), 4), vector, b.load(place)), place)
-                for row, place in enumerate(sums):
+                for pair in sums:
+                    for place in pair:
+                        b.store(_ZERO, place)
+                with cgutils.for_range(b, b.udiv(dim, _I64(32))) as inner:
+                    offset = b.mul(inner.index, _I64(128))
+                    for part in range(4):
+                        here = _plus(b, offset, 32 * part)
+                        vector = _load(b, _V8, b.add(key, here), 4)
+                        for query, pair in zip(queries, sums, strict=True):
+                            place = pair[part % 2]
+                            b.store(_fma(b, _load(b, _V8, b.add(query, here), 4), vector, b.load(place)), place)
+                for row, (even, odd) in enumerate(sums):
                     to = b.add(b.add(out, b.mul(out_bytes, _I64(row))), b.mul(loop.index, _I64(4)))
-                    _store(b, b.fmul(_sum(b, b.load(place)), scale), to)
+                    _store(b, b.fmul(_sum(b, b.fadd(b.load(even), b.load(odd))), scale), to)
 
         def code(_context: Any, b: Any, _signature: Any, args: Any) -> Any:
             _function(b, f"cast_ray_scores_{rows}", args, body)
