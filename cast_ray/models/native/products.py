@@ -17,36 +17,35 @@ from cast_ray.models.native.vectors import tile_product, tile_values
 
 # Columns that one call makes: a pair of tiles.
 COLUMNS = 2 * TILE
-# From so many rows on, a tile's weights are first written out as float32: taking them apart again for every four rows
+# From so many rows on, a tile's weights are first written out as float32: taking them apart again for every five rows
 # costs more.
-MANY_ROWS = 8
+MANY_ROWS = 11
 _PAIR_BYTES = 4 * COLUMNS
 
 
 def _few_rows(form: Form) -> Any:
-    """`(weight, inputs, size, n, out)`: one to three rows of two tiles, and fours of rows."""
-    one, two = tile_product(form, 1, 2), tile_product(form, 2, 2)
-    three, four = tile_product(form, 3, 1), tile_product(form, 4, 1)
-    step, step_bytes = form.step, form.step_bytes
+    """`(weight, inputs, size, n, out)`: one tile, up to five rows at a time, straight from the packed weights."""
+    one, two, three, four, five = (tile_product(form, rows) for rows in (1, 2, 3, 4, 5))
+    step = form.step
 
     @njit(nogil=True)
     def rows(weight, inputs, size, n, out):  # type: ignore[no-untyped-def]
-        steps = size // step
-        tile_bytes = steps * step_bytes
         row = 0
-        while n - row >= 4:
+        while row < n:
+            parts = (n - row + 4) // 5
+            count = (n - row + parts - 1) // parts
             x, to = inputs + row * size * 4, out + row * _PAIR_BYTES
-            four(weight, tile_bytes, x, size * 4, steps, to, _PAIR_BYTES)
-            four(weight + tile_bytes, tile_bytes, x, size * 4, steps, to + 4 * TILE, _PAIR_BYTES)
-            row += 4
-        x, to = inputs + row * size * 4, out + row * _PAIR_BYTES
-        if n - row == 1:
-            one(weight, tile_bytes, x, size * 4, steps, to, _PAIR_BYTES)
-        elif n - row == 2:
-            two(weight, tile_bytes, x, size * 4, steps, to, _PAIR_BYTES)
-        elif n - row == 3:
-            three(weight, tile_bytes, x, size * 4, steps, to, _PAIR_BYTES)
-            three(weight + tile_bytes, tile_bytes, x, size * 4, steps, to + 4 * TILE, _PAIR_BYTES)
+            if count == 1:
+                one(weight, x, size * 4, size // step, to, _PAIR_BYTES)
+            elif count == 2:
+                two(weight, x, size * 4, size // step, to, _PAIR_BYTES)
+            elif count == 3:
+                three(weight, x, size * 4, size // step, to, _PAIR_BYTES)
+            elif count == 4:
+                four(weight, x, size * 4, size // step, to, _PAIR_BYTES)
+            else:
+                five(weight, x, size * 4, size // step, to, _PAIR_BYTES)
+            row += count
 
     return rows
 
@@ -54,31 +53,30 @@ def _few_rows(form: Form) -> Any:
 def _many_rows(form: Form) -> Any:
     """As `_few_rows`, six rows at a time over float32 values written to `scratch` `[in, 16]` before."""
     values = tile_values(form)
-    six, four = tile_product(Form.FLOAT32, 6, 1), tile_product(Form.FLOAT32, 4, 1)
-    two, one = tile_product(Form.FLOAT32, 2, 1), tile_product(Form.FLOAT32, 1, 1)
-    step, step_bytes, plain = form.step, form.step_bytes, form is Form.FLOAT32
+    six, four, two, one = (tile_product(Form.FLOAT32, rows) for rows in (6, 4, 2, 1))
+    step, plain = form.step, form is Form.FLOAT32
 
     @njit(nogil=True)
     def rows(weight, inputs, size, n, out, scratch):  # type: ignore[no-untyped-def]
-        steps = size // step
-        for tile in range(2):
-            start = weight + tile * steps * step_bytes
-            if plain:
-                scratch = start
-            else:
-                values(start, steps, scratch)
-            row, to = 0, out + tile * 4 * TILE
-            while n - row >= 6:
-                six(scratch, 0, inputs + row * size * 4, size * 4, size, to + row * _PAIR_BYTES, _PAIR_BYTES)
+        if plain:
+            scratch = weight
+        else:
+            values(weight, size // step, scratch)
+        row = 0
+        while row < n:
+            x, to = inputs + row * size * 4, out + row * _PAIR_BYTES
+            if n - row >= 6:
+                six(scratch, x, size * 4, size, to, _PAIR_BYTES)
                 row += 6
-            if n - row >= 4:
-                four(scratch, 0, inputs + row * size * 4, size * 4, size, to + row * _PAIR_BYTES, _PAIR_BYTES)
+            elif n - row >= 4:
+                four(scratch, x, size * 4, size, to, _PAIR_BYTES)
                 row += 4
-            if n - row >= 2:
-                two(scratch, 0, inputs + row * size * 4, size * 4, size, to + row * _PAIR_BYTES, _PAIR_BYTES)
+            elif n - row >= 2:
+                two(scratch, x, size * 4, size, to, _PAIR_BYTES)
                 row += 2
-            if n - row >= 1:
-                one(scratch, 0, inputs + row * size * 4, size * 4, size, to + row * _PAIR_BYTES, _PAIR_BYTES)
+            else:
+                one(scratch, x, size * 4, size, to, _PAIR_BYTES)
+                row += 1
 
     return rows
 
@@ -89,11 +87,12 @@ def _product(form: Form) -> Any:
 
     @njit(nogil=True)
     def product(weight, pair, inputs, size, n, out, scratch):  # type: ignore[no-untyped-def]
-        start = weight + pair * 2 * (size // step) * step_bytes
-        if n < MANY_ROWS:
-            few(start, inputs, size, n, out)
-        else:
-            many(start, inputs, size, n, out, scratch)
+        for tile in range(2):
+            start = weight + (2 * pair + tile) * (size // step) * step_bytes
+            if n < MANY_ROWS:
+                few(start, inputs, size, n, out + tile * 4 * TILE)
+            else:
+                many(start, inputs, size, n, out + tile * 4 * TILE, scratch)
 
     return product
 

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from cast_ray.models.native.forms import GROUP, TILE, Form
 
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
-_V8 = ir.VectorType(_F32, 8)
+_V8, _WIDE = ir.VectorType(_F32, 8), ir.VectorType(_I32, 8)
 _ZERO = ir.Constant(_V8, [_F32(0.0)] * 8)
 _HALVES = range(TILE // 8)
 
@@ -69,15 +69,6 @@ def _from_half(b: Any, address: Any) -> Any:
     return b.fpext(_load(b, ir.VectorType(ir.HalfType(), 8), address), _V8)
 
 
-def _from_bytes(b: Any, sixteen: Any, half: int, signed: bool) -> Any:
-    eight, wide = _shuffle(b, sixteen, list(range(8 * half, 8 * half + 8))), ir.VectorType(_I32, 8)
-    return b.sitofp(b.sext(eight, wide) if signed else b.zext(eight, wide), _V8)
-
-
-def _bytes16(value: int) -> Any:
-    return ir.Constant(ir.VectorType(_I8, 16), [_I8(value)] * 16)
-
-
 def _function(b: Any, name: str, args: Any, body: Callable[[Any, Any], Any]) -> Any:
     """Call `body` as a function of its own: written out once in a module, not again wherever it is used."""
     functions = b.module.globals
@@ -91,6 +82,8 @@ def _function(b: Any, name: str, args: Any, body: Callable[[Any, Any], Any]) -> 
     return b.call(functions[name], args)
 
 
+# Bytes of a line of memory, and how far ahead of its use a weight is asked for.
+LINE, AHEAD = 64, 1920
 # One step of a form: from the address of a tile's step, the two weight vectors of each of its inputs in turn.
 Weights = Callable[[Any, Any], Iterator[list[Any]]]
 
@@ -100,28 +93,32 @@ def _float32(b: Any, base: Any) -> Iterator[list[Any]]:
 
 
 def _bfloat16(b: Any, base: Any) -> Iterator[list[Any]]:
-    wide = ir.VectorType(_I32, 8)
     found = []
     for half in _HALVES:
-        bits = b.zext(_load(b, ir.VectorType(_I16, 8), _plus(b, base, 16 * half)), wide)
-        found.append(b.bitcast(b.shl(bits, ir.Constant(wide, [_I32(16)] * 8)), _V8))
+        bits = b.zext(_load(b, ir.VectorType(_I16, 8), _plus(b, base, 16 * half)), _WIDE)
+        found.append(b.bitcast(b.shl(bits, ir.Constant(_WIDE, [_I32(16)] * 8)), _V8))
     yield found
 
 
 def _four_bits(b: Any, base: Any) -> Iterator[list[Any]]:
     scales = [_from_half(b, _plus(b, base, 16 * half)) for half in _HALVES]
     least = [_from_half(b, _plus(b, base, 32 + 16 * half)) for half in _HALVES]
+    low, shift = (ir.Constant(_WIDE, [_I32(number)] * 8) for number in (15, 4))
     for pair in range(GROUP // 2):
-        raw = _load(b, ir.VectorType(_I8, 16), _plus(b, base, 64 + 16 * pair))
-        for codes in (b.and_(raw, _bytes16(15)), b.lshr(raw, _bytes16(4))):
-            yield [_fma(b, _from_bytes(b, codes, h, False), scales[h], least[h]) for h in _HALVES]
+        raw = [
+            b.zext(_load(b, ir.VectorType(_I8, 8), _plus(b, base, 64 + 16 * pair + 8 * half)), _WIDE)
+            for half in _HALVES
+        ]
+        for codes in ([b.and_(eight, low) for eight in raw], [b.lshr(eight, shift) for eight in raw]):
+            yield [_fma(b, b.sitofp(codes[h], _V8), scales[h], least[h]) for h in _HALVES]
 
 
 def _eight_bits(b: Any, base: Any) -> Iterator[list[Any]]:
     scales = [_from_half(b, _plus(b, base, 16 * half)) for half in _HALVES]
     for place in range(GROUP):
-        raw = _load(b, ir.VectorType(_I8, 16), _plus(b, base, 32 + 16 * place))
-        yield [b.fmul(_from_bytes(b, raw, h, True), scales[h]) for h in _HALVES]
+        at = [_plus(b, base, 32 + 16 * place + 8 * half) for half in _HALVES]
+        codes = [b.sext(_load(b, ir.VectorType(_I8, 8), address), _WIDE) for address in at]
+        yield [b.fmul(b.sitofp(codes[h], _V8), scales[h]) for h in _HALVES]
 
 
 _WEIGHTS: dict[Form, Weights] = {
@@ -132,42 +129,49 @@ _WEIGHTS: dict[Form, Weights] = {
 }
 
 
-def tile_product(form: Form, rows: int, tiles: int) -> Any:
-    """A kernel `(weight, tile_bytes, inputs, input_bytes, steps, outputs, output_bytes)`: `rows` x `tiles` at once.
+def _fetch(b: Any, address: Any) -> None:
+    """Ask for a line of memory that is read soon."""
+    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+    b.call(function, [_at(b, _I8, address), _I32(0), _I32(3), _I32(1)])
 
-    The columns of neighbouring tiles follow each other in the outputs. input_bytes, output_bytes: from row to row.
+
+def tile_product(form: Form, rows: int) -> Any:
+    """A kernel `(weight, inputs, input_bytes, steps, outputs, output_bytes)`: one tile's outputs of `rows` rows.
+
+    input_bytes, output_bytes: from row to row.
     """
     weights = _WEIGHTS[form]
 
     @intrinsic
-    def kernel(context, weight, tile_bytes, x, x_bytes, steps, out, out_bytes):  # type: ignore[no-untyped-def]
+    def kernel(context, weight, x, x_bytes, steps, out, out_bytes):  # type: ignore[no-untyped-def]
         def body(b: Any, args: Any) -> None:
-            weight, tile_bytes, x, x_bytes, steps, out, out_bytes = args
-            sums = [[cgutils.alloca_once(b, _V8) for _ in range(tiles * len(_HALVES))] for _ in range(rows)]
+            weight, x, x_bytes, steps, out, out_bytes = args
+            sums = [[cgutils.alloca_once(b, _V8) for _ in _HALVES] for _ in range(rows)]
             for row_sums in sums:
                 for sum_at in row_sums:
                     b.store(_ZERO, sum_at)
             inputs = [b.add(x, b.mul(x_bytes, _I64(row))) for row in range(rows)]
             with cgutils.for_range(b, steps) as loop:
-                step = b.mul(loop.index, _I64(form.step_bytes))
-                starts = [b.add(b.add(weight, step), b.mul(tile_bytes, _I64(tile))) for tile in range(tiles)]
+                start = b.add(weight, b.mul(loop.index, _I64(form.step_bytes)))
+                for line in range(0, form.step_bytes, LINE):
+                    _fetch(b, _plus(b, start, line + AHEAD))
                 here = [b.add(row, b.mul(loop.index, _I64(4 * form.step))) for row in inputs]
-                for place, columns in enumerate(zip(*(weights(b, start) for start in starts), strict=True)):
-                    vectors = [vector for column in columns for vector in column]
-                    for row in range(rows):
-                        value = _broadcast(b, _plus(b, here[row], 4 * place))
-                        for vector, sum_at in zip(vectors, sums[row], strict=True):
+                for place, vectors in enumerate(weights(b, start)):
+                    for row, row_sums in zip(here, sums, strict=True):
+                        value = _broadcast(b, _plus(b, row, 4 * place))
+                        for vector, sum_at in zip(vectors, row_sums, strict=True):
                             b.store(_fma(b, vector, value, b.load(sum_at)), sum_at)
-            for row in range(rows):
+            for row, row_sums in enumerate(sums):
                 start = b.add(out, b.mul(out_bytes, _I64(row)))
-                for index, sum_at in enumerate(sums[row]):
-                    _store(b, b.load(sum_at), _plus(b, start, 32 * index))
+                for half, sum_at in enumerate(row_sums):
+                    _store(b, b.load(sum_at), _plus(b, start, 32 * half))
 
         def code(_context: Any, b: Any, _signature: Any, args: Any) -> Any:
-            _function(b, f"cast_ray_product_{form.name}_{rows}_{tiles}", args, body)
+            _function(b, f"cast_ray_product_{form.name}_{rows}", args, body)
             return _context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), code
+        return types.void(*[types.int64] * 6), code
 
     return kernel
 
