@@ -9,11 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import tempfile
 from functools import cache
-from pathlib import Path
-
-from filelock import FileLock
 
 logger = logging.getLogger(__name__)
 # Set to 0 to compute with PyTorch alone.
@@ -26,8 +22,9 @@ def available() -> bool:
     if os.environ.get(SWITCH) == "0" or sys.platform != "linux":
         return False
     try:
-        # Processes that start together would each compile the same: the first does, the others find it in the cache.
-        with FileLock(Path(tempfile.gettempdir()) / f"cast-ray-native-{os.getuid()}.lock"):
+        from cast_ray.models.native.keep import kept_in_home
+
+        with kept_in_home():
             from cast_ray.models.native import kernels  # noqa: F401
     except ImportError as error:
         logger.info("no compiled kernels for the CPU: %s", error)
