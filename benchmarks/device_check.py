@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # cast_ray, where 
 from on_device import wheels
 
 # Seconds that each part may take, of 470 in all; what one leaves over, the next may have.
-BUDGETS = {"backends": 110.0, "graphs": 50.0, "qwen3-8b": 230.0, "qwen3-4b": 80.0}
+BUDGETS = {"backends": 100.0, "splits": 25.0, "graphs": 45.0, "qwen3-8b": 225.0, "qwen3-4b": 75.0}
 ALL_SECONDS = 470.0
 LEAST_SECONDS = 20.0
 TINY_SECONDS = 5.0
@@ -36,13 +36,14 @@ TINY_SECONDS = 5.0
 
 def run_part(name: str, seconds: float, into: Path, tiny: bool) -> None:
     """One part, in this process."""
-    from on_device import decoding, equality
+    from on_device import decoding, equality, splitting
     from on_device.part import Part
 
     import cast_ray  # noqa: F401 - before PyTorch: it says how long OpenMP threads spin
 
     functions: dict[str, Callable[[Part], None]] = {
         "backends": equality.backends,
+        "splits": splitting.measure,
         "graphs": equality.graphs,
         "qwen3-8b": lambda part: decoding.model(part, "qwen3-8b", decodes=True),
         "qwen3-4b": lambda part: decoding.model(part, "qwen3-4b", decodes=False),
@@ -116,7 +117,9 @@ def show(report: dict[str, Any]) -> None:
             speed = f"{memory['copy_bytes_per_s'] / 1e12:.3f} TB/s, the speed of a copy here"
             print(f"  weights {memory['weight_bytes'] / 1e9:.2f} GB, read in {memory['weights_ms']:.2f} ms at {speed}")
             print(f"  attention: {part['attention']['backend']} ({part['attention']['reason']})")
-        for table in ("cases", "verify", "draft", "transformers_eager", "decode"):
+        if "split_from" in part:
+            print(f"  split_from: {part['split_from']}")
+        for table in ("cases", "split", "verify", "draft", "transformers_eager", "decode"):
             rows = part.get(table, [])
             if rows and "ok" in rows[0]:
                 equal, worst = sum(row["ok"] for row in rows), max(row["apart"] for row in rows)

@@ -168,8 +168,11 @@ class Decoder:
             lookup=lookup if "lookup" in method else None,
         )
         width = "ar" if method == "ar" else "joint"
-        self._policy = make_policy(width, block_size=8, max_nodes=config.max_nodes, latency=parts.latency)
-        self._health = DrafterHealth(method) if "embedded" in method else None
+        record = parts.record if "embedded" in method else None
+        self._policy = make_policy(
+            width, block_size=8, max_nodes=config.max_nodes, latency=parts.latency, record=record
+        )
+        self._health = DrafterHealth(method, record) if "embedded" in method else None
 
     def watch(self) -> Watched:
         """From now on the engine decodes by this method, and is watched."""
@@ -285,7 +288,7 @@ def main() -> None:
     print(f"\nlookup's own time, a round: {', '.join(f'{a:.2f} of {b:.1f} ms ({a / b:.1%})' for a, b in cost)}")
     if "adversarial" in found:
         row = found["adversarial"]
-        print(f"adversarial rows against ar: {row['lookup'].ms_a_token / row['ar'].ms_a_token - 1:+.1%} time a token")
+        print(f"adversarial rows against ar: {row['lookup'].ms_a_token / row['ar'].ms_a_token:.2f} of its time a token")
     print(f"outputs that part from plain decoding (ties of rounding): {parted}")
     if options.json:
         device = {"name": device_name(engine.device), "threads": torch.get_num_threads(), "machine": platform.machine()}

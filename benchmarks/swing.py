@@ -21,7 +21,7 @@ import decode as batch_1
 import under_load
 
 from cast_ray import EngineConfig, SamplingParams
-from cast_ray.stats.acceptance import drafter_of
+from cast_ray.stats.acceptance import drafter_of, record_of
 from cast_ray.stats.rounds import decode
 from cast_ray.width.latency import LatencyTable
 from cast_ray.width.policy import make_policy
@@ -57,7 +57,13 @@ def main() -> None:
         parser.error(f"--drafter {options.drafter}: a drafter is needed")
     latency = LatencyTable.from_dict(engine.stats()["latency"])
     policies = {
-        name: make_policy(name, block_size=drafter.block_size, max_nodes=config.max_nodes, latency=latency)
+        name: make_policy(
+            name,
+            block_size=drafter.block_size,
+            max_nodes=config.max_nodes,
+            latency=latency,
+            record=record_of(engine),
+        )
         for name in names
     }
     rates: dict[tuple[str, int], list[float]] = defaultdict(list)

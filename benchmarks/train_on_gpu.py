@@ -2,6 +2,7 @@
 
     python benchmarks/train_on_gpu.py pack --target embedded --prompts prompts.jsonl --work WORK --to pack
     python benchmarks/train_on_gpu.py train --pack pack --minutes 6 --output drafter -- --answers 8000 --batch-size 256
+    python benchmarks/train_on_gpu.py train --pack pack --tiny --output drafter      # all of it in little, on any CPU
 
 `pack` writes the target's weights in bfloat16, the prompts, the answers that WORK already has, and on request a drafter
 to go on from. `train` runs the same job as `cast-ray train-drafter`, with its answers, features and training on the
@@ -20,6 +21,8 @@ from pathlib import Path
 import cast_ray  # noqa: F401 - before PyTorch: it says how long OpenMP threads spin
 
 SHARD_BYTES = 15_000_000
+# With --tiny: every step of the job, but hardly any work in each.
+TINY = {"answers": 64, "held-out": 8, "evaluated": 2, "answer-tokens": 12, "sequences": 2, "anchors": 8}
 
 
 def pack(target: str, prompts: Path | None, work: Path | None, start_from: str | None, to: Path) -> list[Path]:
@@ -100,6 +103,7 @@ def main() -> None:
     two.add_argument("--minutes", type=float, default=6.0, help="of training; answers and features come before")
     two.add_argument("--output", type=Path, required=True)
     two.add_argument("--device", default="cuda")
+    two.add_argument("--tiny", action="store_true", help="hardly any work, on the CPU: to see that all of it runs")
     two.add_argument("--scratch", type=Path, default=Path("train-on-gpu"), help="folder to work in")
     ours, flags = sys.argv[1:], []
     if "--" in ours:
@@ -109,6 +113,9 @@ def main() -> None:
         files = pack(asked.target, asked.prompts, asked.work, asked.start_from, asked.to)
         sizes = [path.stat().st_size for path in files]
         print(f"{len(files)} files, {sum(sizes) / 1e6:.0f} MB in all, the largest {max(sizes) / 1e6:.1f} MB")
+    elif asked.tiny:
+        small = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
+        train(asked.pack, 0.1, asked.output, "cpu", asked.scratch, [*small, *flags])
     else:
         train(asked.pack, asked.minutes, asked.output, asked.device, asked.scratch, flags)
 

@@ -67,8 +67,8 @@ def _apart(
     slots = len(contexts) * pages * PAGE
     cache = KVCache(1, heads.kv, heads.dim, slots=slots, dtype=part.dtype, device=part.device, scratch=PAGE)
     cache.data.normal_()
-    roots, _ = _roots(contexts, pages, part.device, vocab=100)
-    step = _step(roots, widths, with_mask=layer.causal)
+    roots, _ = random_roots(contexts, pages, part.device, vocab=100)
+    step = random_step(roots, widths, with_mask=layer.causal)
     queries = torch.randn(step.tokens.shape[0], heads.query, heads.dim, device=part.device).to(part.dtype)
     if static:
         attention = backend.reserve(step.groups[0], cache)
@@ -118,8 +118,8 @@ def _graphs_in(part: Part, shape: Shape, dtype: torch.dtype) -> None:
     for number, batch in enumerate((1, 1, 2, 3, 5, 8, 1, 8)):
         contexts = [chosen.randrange(1, longest) for _ in range(batch)]
         widths = [chosen.randrange(30) if number % 2 else 12 for _ in range(batch)]
-        roots, tables = _roots(contexts, pages, part.device, target.vocab_size)
-        step = _step(roots, widths)
+        roots, tables = random_roots(contexts, pages, part.device, target.vocab_size)
+        step = random_step(roots, widths)
         rows = torch.arange(step.tokens.shape[0], device=part.device)
         plain = target.forward(step, rows)
         spread = float(plain.logits.float().std())
@@ -154,7 +154,7 @@ def _drafter_config(shape: Shape) -> Any:
         return read_config(Path(folder))
 
 
-def _roots(contexts: list[int], pages: int, device: torch.device, vocab: int) -> tuple[Roots, Tensor]:
+def random_roots(contexts: list[int], pages: int, device: torch.device, vocab: int) -> tuple[Roots, Tensor]:
     """Requests on scattered pages."""
     batch = len(contexts)
     tables = torch.randperm(batch * pages, device=device).view(batch, pages)
@@ -163,7 +163,7 @@ def _roots(contexts: list[int], pages: int, device: torch.device, vocab: int) ->
     return Roots(tokens, positions, contexts, tables), tables
 
 
-def _step(roots: Roots, widths: list[int], with_mask: bool = True) -> Step:
+def random_step(roots: Roots, widths: list[int], with_mask: bool = True) -> Step:
     """Random trees below the roots; without masks, blocks of as many tokens."""
     batch, device = len(widths), roots.tokens.device
     tree = no_tree(batch, device)

@@ -28,7 +28,7 @@ def copy_bandwidth(device: torch.device, size: int) -> float:
     """Bytes a second, read and written together, of a copy of `size` bytes."""
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = min(_seconds(lambda: target.copy_(source), device, 5) for _ in range(3))
+    seconds = min(seconds_of(lambda: target.copy_(source), device, 5) for _ in range(3))
     return 2 * size / seconds
 
 
@@ -91,7 +91,7 @@ def plain_transformers(model: Any, batch: int, context: int, steps: int, device:
                 return out.logits
 
             step()
-            ms = _seconds(step, device, steps) * 1000
+            ms = seconds_of(step, device, steps) * 1000
     finally:
         model.set_attn_implementation(ours)
     return {"batch": batch, "context": context, "ms_per_step": ms, "tokens_per_s": batch * 1000 / ms}
@@ -104,11 +104,12 @@ def _time(run: Callable[[], Tensor], device: torch.device) -> dict[str, float]:
     taken: list[float] = []
     began = time.perf_counter()
     while len(taken) < 3 or (len(taken) < REPEATS and time.perf_counter() - began < SECONDS_A_POINT):
-        taken.append(_seconds(run, device, 1) * 1000)
-    return {"ms": statistics.median(taken), "device_ms": _seconds(run, device, QUEUED) * 1000}
+        taken.append(seconds_of(run, device, 1) * 1000)
+    return {"ms": statistics.median(taken), "device_ms": seconds_of(run, device, QUEUED) * 1000}
 
 
-def _seconds(run: Callable[[], Any], device: torch.device, times: int) -> float:
+def seconds_of(run: Callable[[], Any], device: torch.device, times: int) -> float:
+    """Of one of `times` calls in a row, all of them waited for together."""
     wait(device)
     began = time.perf_counter()
     for _ in range(times):

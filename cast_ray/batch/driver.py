@@ -284,7 +284,7 @@ def _of_this_run(job: _Job, counts: OutputCounts, run: _Run) -> dict[str, Any]:
     """rows_now: those answered by this run. projected_s: what the rows not there yet would take at its rate."""
     # Equal rows may share their answer, so an own engine's count is the better one; others' engines did more than this.
     engines = sum((about.get("engine") or {}).get("tokens_generated", 0) for about in run.actors.values())
-    tokens = run.tokens if job.config.attach is not None else engines
+    tokens = run.tokens if job.config.attach is not None or not engines else engines
     left = job.whole.rows - counts.rows
     seconds = run.times.generate_s
     per_row = seconds / run.rows if run.rows else None
@@ -292,5 +292,6 @@ def _of_this_run(job: _Job, counts: OutputCounts, run: _Run) -> dict[str, Any]:
         "rows_now": run.rows,
         "rows_left": left,
         "projected_s": left * per_row + run.times.start_s if per_row is not None and left else None,
-        "tokens_per_s": tokens / seconds if seconds > 0 else None,
+        # None of a run that had nothing to answer, or to which every row was an error.
+        "tokens_per_s": tokens / seconds if seconds > 0 and tokens else None,
     }

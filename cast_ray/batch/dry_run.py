@@ -1,8 +1,14 @@
-"""`--dry-run`: the plan of a job and one rendered prompt. Starts no engine and writes nothing."""
+"""`--dry-run`: the plan of a job and one rendered prompt. Starts no engine, reads no weights and writes nothing."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging.handlers import BufferingHandler
 from typing import Any
+
+import yaml
 
 from cast_ray.batch.formats import InputPlan
 from cast_ray.batch.requests import RequestMaker
@@ -26,7 +32,7 @@ def show_plan(config: Any, plan: InputPlan, maker: RequestMaker, left: int, outp
         "repeated_ids": sum(len(piece.repeats) for piece in plan.pieces),
         "prompt_from": list(maker.columns),
         "sampling": {name: value for name in _SAID if (value := getattr(config, name)) not in (None, (), {})},
-        "target": config.engine.target,
+        **_engines(config),
         "output": config.output,
         "output_format": output_format,
     }
@@ -34,6 +40,37 @@ def show_plan(config: Any, plan: InputPlan, maker: RequestMaker, left: int, outp
         return {**shown, "first_row_error": answer}
     text, tokens = render_prompt(request, maker)
     return {**shown, "first_row": request.row_id, "prompt": text, "prompt_tokens": tokens}
+
+
+def _engines(config: Any) -> dict[str, Any]:
+    """What would decode: targets, drafters and widths that cannot be used are found out here."""
+    if config.attach is not None:
+        return {"target": config.engine.target, "engines": f"those of the application {config.attach}"}
+    from cast_ray.engine.preview import preview  # loads torch
+
+    shown: dict[str, Any] = {}
+    with _warnings() as warnings:
+        found = preview(config.engine)
+        for group in config.pool.groups:
+            own = preview(config.engine.replace(**group.engine)) if group.engine else found
+            if own != found:
+                shown[f"group {group.name}"] = f"drafter {own.drafter}; width {own.width}"
+    told = {"target": found.target, "drafter": found.drafter, "width": found.width, **shown}
+    return {**told, "warnings": list(dict.fromkeys(warnings))} if warnings else told
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What the package warns of meanwhile, instead of in the log."""
+    logger, kept, found = logging.getLogger("cast_ray"), BufferingHandler(1000), list[str]()
+    before, logger.propagate = logger.propagate, False
+    logger.addHandler(kept)
+    try:
+        yield found
+        found += [record.getMessage() for record in kept.buffer if record.levelno >= logging.WARNING]
+    finally:
+        logger.removeHandler(kept)
+        logger.propagate = before
 
 
 def _first_request(plan: InputPlan, maker: RequestMaker) -> tuple[RowRequest | None, str | None]:
@@ -64,10 +101,18 @@ def render(plan: dict[str, Any]) -> str:
     """The plan for a terminal or a log."""
     lines = ["Plan (dry run: nothing is started or written)"]
     for name, value in plan.items():
-        if name in ("prompt", "columns"):
-            continue
-        lines.append(f"  {name.replace('_', ' '):<16} {value}")
+        if name not in ("prompt", "columns", "warnings"):
+            lines.append(f"  {name.replace('_', ' '):<16} {_words(value)}")
     lines.append(f"  {'columns':<16} {', '.join(f'{name}: {kind}' for name, kind in plan['columns'].items())}")
+    lines += [f"  {'warning':<16} {warning}" for warning in plan.get("warnings", ())]
     if "prompt" in plan:
         lines += ["", f"Prompt of row {plan['first_row']} ({plan['prompt_tokens']} tokens):", plan["prompt"]]
     return "\n".join(lines)
+
+
+def _words(value: Any) -> str:
+    """A value as a file of settings would have it, without the outer brackets."""
+    if not isinstance(value, dict | list | tuple):
+        return "none" if value is None else str(value)
+    flat = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf"), allow_unicode=True)
+    return flat.strip()[1:-1] or "none"

@@ -29,7 +29,9 @@ class JobConfig(BatchConfig):
     )
     overwrite: bool = Field(False, description="replace the output of an earlier job in that folder")
     retry_errors: bool = Field(False, description="run rows again that failed in an earlier run")
-    limit: int | None = Field(None, ge=1, description="pilot: only so many rows, and the projected time of the rest")
+    limit: int | None = Field(
+        None, ge=1, description="as a pilot only so many rows, and the projected time of the rest"
+    )
     on_error: Literal["continue", "fail"] = Field("continue", description="what a failed row does to the job")
     max_error_rate: float | None = Field(
         None, ge=0, le=1, description="stop when a larger part of the rows has failed; looked at from 100 rows on"

@@ -48,21 +48,21 @@ class DeviceProfile:
         """Where it is kept."""
         return profile_path(self.key, self._folder)
 
-    def table(self, again: bool = False) -> LatencyTable:
+    def table(self, again: bool = False, patient: bool = False) -> LatencyTable:
         """The saved table where all of it was measured under the same conditions, else measured now.
 
-        again: measure whatever is saved. A probe that ran out of time is gone on with at the next
-        call, for a few seconds.
+        again: measure whatever is saved. A probe that ran out of time is gone on with at the next call, for a few
+        seconds, or where the caller is patient for as long as a first one.
         """
         saved = None if again else load_profile(self.key, self._folder)
         if saved is not None and saved.complete:
             return saved.table
         # What matters most is measured first: later starts fill in the rest without holding their work up for long.
-        seconds = self._seconds if saved is None else min(self._seconds, GOING_ON_S)
+        seconds = self._seconds if saved is None or patient else min(self._seconds, GOING_ON_S)
         logger.info("measuring %s, at most %.0f s", self.key["device"], seconds)
         table, complete = self._probe.measure(seconds, saved.table if saved else None)
         if not complete:
             problem = "%.0f s were too short to measure this device in full: the next start goes on, for up to %.0f s"
-            logger.warning(problem, seconds, GOING_ON_S)
+            logger.warning(f"{problem}; `cast-ray calibrate` finishes it", seconds, GOING_ON_S)
         save_profile(self.key, Profile(table, complete), self._folder)
         return table

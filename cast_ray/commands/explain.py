@@ -14,7 +14,7 @@ from cast_ray.settings import load_settings
 
 def explain(
     prompt: Annotated[str, typer.Argument(help="What to decode: a user's message, or with --raw plain text.")],
-    round: Annotated[int, typer.Option(min=1, help="Which of the rounds that drafted.")] = 1,
+    round: Annotated[int, typer.Option(min=1, help="Which of the rounds that had candidates.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=2, help="New tokens to decode.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of a sampled request.")] = 0,
@@ -30,11 +30,15 @@ def explain(
 ) -> None:
     """Show one round: the tree with its masses, what was committed, what the chain would have, and why this width.
 
+    With lookup beside a drafter every node says where it comes from: the drafter, the prompt, the output, or both.
+
     Examples:
 
       cast-ray explain "What is the capital of France?"
 
       cast-ray explain "def fibonacci(n):" --raw --round 5 --width fixed:15
+
+      cast-ray explain "Say this again: the cat sat on the mat." --drafter embedded+lookup --round 4
     """
     said = {"width": width, "target": target, "drafter": drafter, "dtype": dtype, "device": device, "threads": threads}
     settings = load_settings(EngineConfig, config, said)

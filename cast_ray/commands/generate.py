@@ -10,6 +10,7 @@ import yaml
 from rich.console import Console
 
 from cast_ray.batch.job import JobConfig
+from cast_ray.commands import EXIT_INTERRUPTED
 from cast_ray.commands.options import option
 from cast_ray.config import EngineConfig, PoolConfig
 from cast_ray.errors import ConfigError, describe
@@ -17,8 +18,6 @@ from cast_ray.settings import load_settings
 
 # Columns of the report where there is no terminal to ask.
 REPORT_WIDTH = 120
-# As of a shell's command that SIGINT ended.
-EXIT_INTERRUPTED = 130
 
 
 def generate(
@@ -156,7 +155,9 @@ def generate(
     console = console if console.is_terminal else Console(width=REPORT_WIDTH)
     console.print(render(summary))
     if summary["projected_s"] is not None:
-        console.print(f"{summary['rows_left']} rows are left: about {_duration(summary['projected_s'])} at this rate")
+        left = summary["rows_left"]
+        shown = "1 row is left" if left == 1 else f"{left} rows are left"
+        console.print(f"{shown}: about {_duration(summary['projected_s'])} at this rate")
 
 
 def _mapping(field: str, text: str | None) -> dict[str, Any] | None:

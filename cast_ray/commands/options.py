@@ -13,7 +13,9 @@ def option(kind: type[Settings], field: str, *names: str) -> Any:
     """An option for a field of a settings class; its value is None when it is not said."""
     about = kind.model_fields[field]
     text = about.description or ""
-    text = text[:1].upper() + text[1:]
+    # Not the first of several values, `auto: ...` or `parquet, jsonl or ...`: they are to be typed as they stand.
+    if text.partition(" ")[0].rstrip(";").isalpha():
+        text = text[:1].upper() + text[1:]
     default = about.get_default(call_default_factory=True)
     if default is not None and default is not False and default not in ((), {}):
         text += f" (default {default})"

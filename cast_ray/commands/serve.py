@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cast_ray.commands import EXIT_INTERRUPTED
 from cast_ray.commands.options import option
 from cast_ray.config import EngineConfig, ServeConfig
 from cast_ray.settings import load_settings
@@ -33,6 +35,7 @@ def serve(
 
     Clients of the OpenAI API work unchanged with base_url http://HOST:PORT/v1; a live page is at http://HOST:PORT.
     Uses the Ray cluster in RAY_ADDRESS, else a local one of its own.
+    Interrupted (SIGINT or SIGTERM) it finishes what is aboard and exits with 0; interrupted again it ends at once.
 
     Examples:
 
@@ -69,4 +72,8 @@ def serve(
 
     from cast_ray.serve.driver import run_server  # Ray: not for --help
 
-    run_server(settings)
+    try:
+        run_server(settings)
+    except KeyboardInterrupt:  # before there was anything to end in order
+        print("stopped before it was up", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,9 @@ def sweep(
     widths: Annotated[str, typer.Option(help="Nodes to try, with commas; 0 is plain decoding.")] = DEFAULT_WIDTHS,
     batch: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Times that each is measured; medians count.")] = 1,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, help="Stop after so long; the same command goes on where it was.")
+    ] = None,
     output: Annotated[Path, typer.Option(help="Folder of the CSV files and the plot.")] = Path("sweep-output"),
     target: Annotated[str | None, option(EngineConfig, "target")] = None,
     drafter: Annotated[str | None, option(EngineConfig, "drafter")] = None,
@@ -42,11 +46,16 @@ def sweep(
     Methods take turns on each prompt, so that a busy machine is busy for all of them. Intervals are the bootstrap's
     over prompts, 95%. Decoding alone is timed, reading the prompt is not.
 
+    Every run is written down as it ends. A sweep that was stopped, by --minutes or otherwise, goes on when the same
+    command is given again.
+
     Examples:
 
       cast-ray sweep --count 3 --max-tokens 64
 
       cast-ray sweep --prompts mine.jsonl --widths 0,7,15,31,63 --batch 4 --output my-sweep
+
+      cast-ray sweep --minutes 8    # again and again, until the tables are there
     """
     said = {"target": target, "drafter": drafter, "dtype": dtype, "device": device, "threads": threads}
     settings = load_settings(EngineConfig, config, said)
@@ -59,6 +68,7 @@ def sweep(
     from cast_ray.engine.engine import Engine  # these load torch, which --help need not
     from cast_ray.request import SamplingParams
     from cast_ray.stats.sweep import Item, run_sweep, sweep_config
+    from cast_ray.stats.sweep_log import SweepLog
     from cast_ray.stats.sweep_table import SweepTable, render, write_csv
     from cast_ray.training.progress import step_report
 
@@ -67,6 +77,9 @@ def sweep(
     console = console if console.is_terminal else Console(width=LOG_WIDTH)
     line = None if console.is_terminal else step_report(Console(stderr=True))
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0, ignore_eos=True)
+    asked = {**said, "max_tokens": max_tokens, "temperature": temperature, "widths": nodes, "batch": batch}
+    log = SweepLog(output, {**asked, "repeats": repeats, "prompts": [[item.domain, item.prompt] for item in items]})
+    began = time.monotonic()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring this device", total=None)
 
@@ -84,7 +97,13 @@ def sweep(
             batch=batch,
             repeats=repeats,
             report=show,
+            log=log,
+            # Loading and measuring the device are a part of the time.
+            seconds=None if minutes is None else 60 * minutes - (time.monotonic() - began),
         )
+    if measured is None:
+        console.print(f"{len(log.runs)} runs are in {log.path}: the same command goes on", soft_wrap=True)
+        return
     table = SweepTable(measured)
     console.print(render(table))
     written = [str(path) for path in write_csv(table, output)]
@@ -94,6 +113,7 @@ def sweep(
         written.append(str(plot_sweep(table, output / "sweep.png")))
     except ConfigError as error:  # the numbers are there all the same
         console.print(f"no plot: {error}")
+    log.finish()
     console.print(f"written   {', '.join(written)}", soft_wrap=True)
 
 

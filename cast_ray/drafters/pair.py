@@ -17,9 +17,12 @@ import torch
 from cast_ray.drafters.checkpoint import DFlashConfig
 from cast_ray.errors import DrafterError, describe
 from cast_ray.models.loading import LoadedTarget, target_fingerprint
+from cast_ray.width.prior import AcceptanceRecord
 
 # Beside `dflash_config`: other loaders of the format keep what they do not know and do not mind it.
 RECORD = "cast_ray_pair"
+# In it: acceptance on held-out prompts, see `width.prior`. Drafters without it are believed until rounds say otherwise.
+ACCEPTANCE = "reliability"
 # Weights of each tensor that go into the hash.
 SAMPLES = 4096
 CHECK = "Run `cast-ray check-drafter` to see what it costs, or train one for this target with `cast-ray train-drafter`"
@@ -39,11 +42,14 @@ def pair_record(config: dict[str, Any], loaded: LoadedTarget) -> dict[str, Any]:
     }
 
 
-def weights_hash(loaded: LoadedTarget) -> str:
-    """A hash of some of every tensor in bfloat16, the dtype in which two copies of one model agree.
+def weights_hash(loaded: LoadedTarget) -> str | None:
+    """A hash of some of every tensor in bfloat16, the dtype in which two copies of one model agree; None for a target
+    whose weights were not read (`models.loading.load_outline`).
 
     Fine-tuned or quantised weights differ in it. Milliseconds: a few thousand weights of each tensor are read.
     """
+    if loaded.model.device.type == "meta":
+        return None
     digest = hashlib.sha256()
     for name, tensor in sorted(loaded.model.state_dict().items()):
         values = tensor.flatten()
@@ -77,6 +83,19 @@ def check_record(folder: Path, config: DFlashConfig, loaded: LoadedTarget) -> li
     return _warn(_differences(folder, record, loaded))
 
 
+def recorded_acceptance(folder: Path) -> AcceptanceRecord | None:
+    """What the drafter's record says of its masses; None without one. A damaged one is named in the log and ignored."""
+    path = folder / "config.json"
+    record = json.loads(path.read_text(encoding="utf-8")).get(RECORD)
+    if not isinstance(record, dict) or record.get(ACCEPTANCE) is None:
+        return None
+    try:
+        return AcceptanceRecord.from_dict(record[ACCEPTANCE])
+    except DrafterError as error:
+        logger.warning("%s: %s.%s is ignored: %s", path, RECORD, ACCEPTANCE, error)
+        return None
+
+
 def _refuse_other_inputs(folder: Path, config: DFlashConfig, record: dict[str, Any]) -> None:
     stated = {"target_layer_ids": list(config.taps), "mask_token_id": config.mask_token_id}
     for field, value in stated.items():
@@ -96,7 +115,7 @@ def _differences(folder: Path, record: dict[str, Any], loaded: LoadedTarget) -> 
     if other:
         sides = ", ".join(f"{name} {value} (here {shape.get(name)})" for name, value in sorted(other.items()))
         found.append(f"{where}: it was trained for another model, {made_for}: {sides}. {CHECK}")
-    elif record.get("weights_sha256") not in (None, weights_hash(loaded)):
+    elif (here := weights_hash(loaded)) is not None and record.get("weights_sha256") not in (None, here):
         problem = f"it was trained for {made_for} with other weights than target {loaded.name!r} has here"
         found.append(f"{where}: {problem} (another fine-tune or another quantisation). {CHECK}")
     if "chat_template_sha256" in record and record["chat_template_sha256"] != template_hash(loaded):

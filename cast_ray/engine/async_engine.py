@@ -10,12 +10,13 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from cast_ray.config import EngineConfig
 from cast_ray.drafters.lookup import Output
-from cast_ray.engine.engine import Engine, Event
+from cast_ray.engine.books import Event
+from cast_ray.engine.engine import Engine
 from cast_ray.engine.streams import Delta, Stream, wake
 from cast_ray.errors import EngineError
 from cast_ray.request import Completion, Prompt, SamplingParams
@@ -44,12 +45,13 @@ class AsyncEngine:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lookup_scope: str | None = None,
     ) -> Completion:
         """Complete one prompt. RequestError when it is invalid, EngineError when the engine has failed.
 
-        Cancelling the awaiting task aborts the request within a round.
+        Cancelling the awaiting task aborts the request within a round. lookup_scope: see `Engine.submit`.
         """
-        with self._opened(prompt, params, request_id, priority, every_delta=False) as stream:
+        with self._opened(prompt, params, request_id, priority, every_delta=False, lookup_scope=lookup_scope) as stream:
             completion = (await stream.next()).completion
             assert completion is not None, "such a stream wakes only for the end"
             return completion
@@ -176,6 +178,8 @@ class AsyncEngine:
         self._streams[stream.request_id] = stream
 
     def _abort(self, stream: Stream) -> None:
+        # What is not told yet may be its end, and is told before it is forgotten.
+        self._deliver(self._engine.flush())
         if self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
             self._engine.abort(stream.request_id)
@@ -184,10 +188,13 @@ class AsyncEngine:
         try:
             while not self._closed:
                 self._take_inbox()
-                self._deliver(self._engine.step())
+                self._engine.advance(self._deliver)
         except BaseException as error:
             self._failure = error
         finally:
+            # What had ended before is told; where that fails too, all who wait are told why.
+            with suppress(Exception):
+                self._deliver(self._engine.flush())
             self._fail_pending()
 
     def _deliver(self, events: list[Event]) -> None:

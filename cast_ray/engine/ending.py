@@ -13,7 +13,7 @@ def take(sequence: Sequence, tokens: list[int]) -> list[int]:
     """Append to the sequence what it keeps of a round's tokens, and return that; sets `ending` where it ends.
 
     Where only one end is left, such as the rest of a label, it is appended at once; the cache does not hold it.
-    The text of a sequence that keeps one grows into `fresh`.
+    Text is made only where it may end the request, by a stop string; it grows into `fresh`. See `show`.
     """
     kept, ending = _cut(sequence, tokens)
     if sequence.emitting is not None:
@@ -28,15 +28,28 @@ def take(sequence: Sequence, tokens: list[int]) -> list[int]:
             grammar = sequence.emitting.grammar
             if grammar is not None and grammar.error is not None:
                 ending = Ending("error", grammar.error)
-    if sequence.text is not None:
-        hidden = ending is not None and ending.hides_last and not sequence.params.include_stop_str_in_output
-        text, count = sequence.text.push(kept[:-1] if hidden else kept)
-        sequence.fresh += text
+    if sequence.text is not None and sequence.params.stop:
+        count = _push(sequence, kept, ending)
         if sequence.text.stopped:
             kept, ending = kept[:count], Ending("stop", sequence.text.stop)
     sequence.tokens.extend(kept)
     sequence.ending = ending
     return kept
+
+
+def show(sequence: Sequence, kept: list[int]) -> None:
+    """The text of what `take` kept of a round grows into `fresh`, where that decides nothing and was not done there."""
+    if sequence.text is not None and not sequence.params.stop:
+        _push(sequence, kept, sequence.ending)
+
+
+def _push(sequence: Sequence, kept: list[int], ending: Ending | None) -> int:
+    """Tokens of `kept` up to where the text ends; all of them where it goes on."""
+    assert sequence.text is not None
+    hidden = ending is not None and ending.hides_last and not sequence.params.include_stop_str_in_output
+    text, count = sequence.text.push(kept[:-1] if hidden else kept)
+    sequence.fresh += text
+    return count
 
 
 def _cut(sequence: Sequence, tokens: list[int]) -> tuple[list[int], Ending | None]:

@@ -44,6 +44,7 @@ def report(
         "verify_ms": totals.verify_ms,
         "host_ms": sum(totals.host.values()),
         "host": dict(totals.host),
+        "hidden_ms": totals.hidden_ms,
         "prefill_ms": totals.prefill_ms,
         "target_tokens": totals.target_tokens,
         "width": policy.report(),

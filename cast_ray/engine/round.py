@@ -6,8 +6,6 @@ Who takes part is the scheduler's business, where a request ends the engine's; a
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,20 +14,22 @@ from torch import Tensor
 
 from cast_ray.drafters.base import DraftContexts, Drafter
 from cast_ray.drafters.lookup import Lookup
-from cast_ray.engine.emission import Emission, score_prompt
+from cast_ray.engine.chunks import commit_chunks, logit_rows, prompt_chunks
+from cast_ray.engine.clock import Clock
+from cast_ray.engine.commit import commit
+from cast_ray.engine.emission import Emission
 from cast_ray.engine.health import DrafterHealth
+from cast_ray.engine.lesson import Lesson, make_lesson, teach
 from cast_ray.engine.packing import Packing
 from cast_ray.engine.readback import read_back
-from cast_ray.engine.scheduler import Chunk, Plan
+from cast_ray.engine.scheduler import Plan
 from cast_ray.engine.sequence import Sequence
-from cast_ray.engine.tally import count_accepted, drafter_record, path_sources
+from cast_ray.engine.tally import path_sources
 from cast_ray.engine.trace import trace_rounds
-from cast_ray.models.attention.base import Step
-from cast_ray.models.flatten import Flattened, PromptChunk, Roots, flatten_trees, make_step
-from cast_ray.models.target import Target, TargetOutput
-from cast_ray.models.transfer import upload
+from cast_ray.models.flatten import Flattened, Roots, flatten_trees, make_step
+from cast_ray.models.target import Target
+from cast_ray.transfer import upload
 from cast_ray.trees.accept import Accepted, accept
-from cast_ray.trees.edit import set_aside
 from cast_ray.trees.merge import Offer, chain_of, merge
 from cast_ray.trees.pack import DraftScores
 from cast_ray.trees.tree import CandidateTree, no_tree
@@ -38,6 +38,8 @@ from cast_ray.width.shape import RoundShape, RoundTimes
 
 # Given a request and the tokens that a round would commit: takes in those that the request keeps, and returns them.
 Cut = Callable[[Sequence, list[int]], list[int]]
+# What the host does while the device works.
+Meanwhile = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,10 @@ class Outcome:
     """What a step did.
 
     committed: tokens that each decoding request gained, in the plan's order; widths: its nodes verified; drafted:
-    whether the drafter ran. accepted: of each request, candidates accepted by source, see `tally.SOURCES`.
+    whether the drafter ran. lengths: its round length; sources: of its path, see `tally.path_sources`.
     Times in wall ms: `verify_ms` is the target's forward with the choice of tokens, `draft_ms` the drafter's; host: the
     rest by stage, `lookup`, `pack`, `choose`, `plan`, `accept` and `commit`.
+    tell: gives the requests what they asked to know of the round. It may wait, but is called once, before the next.
     """
 
     committed: list[list[int]]
@@ -56,7 +59,9 @@ class Outcome:
     draft_ms: float
     verify_ms: float
     host: dict[str, float]
-    accepted: list[list[int]]
+    lengths: list[int]
+    sources: list[list[int]]
+    tell: Callable[[], None]
 
 
 class RoundRunner:
@@ -91,14 +96,19 @@ class RoundRunner:
         self._packing = Packing(
             target.device, nodes=policy.max_nodes, branching=policy.branching, captured=target.graphs is not None
         )
+        # Looking at values is free where they are the host's own. Where forwards are replayed it is not, or not meant.
+        self._fixed = target.device.type != "cpu" or target.graphs is not None
 
-    def run(self, plan: Plan, tables: Tensor, cut: Cut) -> Outcome:
-        """One step. tables: `[rows, P]` int64, the scheduler's block tables."""
+    def run(self, plan: Plan, tables: Tensor, cut: Cut, meanwhile: Meanwhile) -> Outcome:
+        """One step. tables: `[rows, P]` int64, the scheduler's block tables.
+
+        meanwhile: called once, when the device has work of this step and before the host waits for it.
+        """
         if not plan.decoding:
-            return self._run_prompts(plan, tables)
-        clock = _Clock()
+            return self._run_prompts(plan, tables, meanwhile)
+        clock = Clock()
         roots = _gather(plan.decoding, tables)
-        emission = Emission(plan.decoding, self.target.vocab_size, tables.device)
+        emission = Emission(plan.decoding, self.target.vocab_size, tables.device, fixed=self._fixed)
         prompt_tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
         clock.lap("plan")
         offer = self._look_up(plan.decoding, emission)
@@ -110,6 +120,10 @@ class RoundRunner:
         drafted = scores is not None
         shape = replace(shape, drafted=drafted)
         packed = self._pack(scores, offer, roots)
+        clock.lap("pack")
+        if drafted:
+            meanwhile()
+            clock.lap("draft")
         packed = emission.constrain(packed, self.max_nodes, chains=self.target.states is not None)
         clock.lap("pack")
         offered = packed if emission.foreign is None else packed.slice(self.policy.max_nodes)
@@ -124,41 +138,56 @@ class RoundRunner:
         clock.lap("draft")
 
         rows = flatten_trees(roots, tree, widths, self.page_size, self.max_context - 1)
-        step = make_step(rows, _prompt_chunks(plan, tables), self.page_size)
+        step = make_step(rows, prompt_chunks(plan, tables), self.page_size)
         clock.lap("plan")
 
-        output = self.target.forward(step, _logit_rows(plan, rows.group.rows, tables.device))
+        output = self.target.forward(step, logit_rows(plan, rows.group.rows, tables.device))
         logits = output.logits[: rows.group.rows]
         emitted = emission.emit(logits, rows, tree, widths)
         clock.lap("verify")
-        accepted = _accept(emitted, rows, tree, chosen)
+
+        def walk(tokens: Tensor) -> tuple[Accepted, Lesson | None, dict[str, Tensor]]:
+            """Step 5, and what the host must know of it."""
+            accepted = _accept(tokens, rows, tree, chosen)
+            lesson = None
+            if choosing and chosen is not None:
+                health = self.health if drafted else None
+                lesson = make_lesson(emission.foreign, offered, chosen, accepted, emission.temperatures, health=health)
+            return (
+                accepted,
+                lesson,
+                {
+                    "lengths": accepted.lengths,
+                    "tokens": accepted.tokens,
+                    "sources": path_sources(tree, accepted, emission.foreign),
+                    **(lesson.on_device if lesson is not None else {}),
+                    **emission.scores.find(logits, rows.starts, accepted, fixed=self._fixed),
+                },
+            )
+
+        accepted, lesson, parts = walk(emitted.tokens)
+        if emitted.unsure is not None:
+            parts["unsure"] = emitted.unsure.any().expand(shape.batch)
         clock.lap("accept")
-        lesson = None
-        if choosing and chosen is not None:
-            lesson = self._lesson(emission, offered, chosen, accepted, drafted)
-        read = read_back(
-            lengths=accepted.lengths,
-            tokens=accepted.tokens,
-            sources=path_sources(tree, accepted, emission.foreign),
-            **(lesson.on_device if lesson is not None else {}),
-        )
+        if not drafted:
+            meanwhile()
+        read = read_back(**parts)
+        if emitted.unsure is not None and read["unsure"].any():
+            accepted, lesson, parts = walk(emission.emit_surely(logits, rows, tree, widths))
+            read = read_back(**parts)
         clock.lap("verify")
 
         lengths: list[int] = read["lengths"].tolist()
-        self._commit(roots, rows, accepted, lengths, output.features)
-        self._commit_prompts(plan, step, rows.group.rows, output)
+        features = output.features
+        commit(self.target, self.drafter, roots, rows, accepted, lengths, features, self.page_size)
+        commit_chunks(plan, step, rows.group.rows, output, self.drafter)
         if lesson is not None:
-            self._learn(lesson, read, emission.temperatures)
-        emitted_tokens, sources = read["tokens"].tolist(), read["sources"].tolist()
+            teach(lesson, read, emission.temperatures, self.policy, self.health)
         committed = [
             cut(sequence, tokens[:length])
-            for sequence, tokens, length in zip(plan.decoding, emitted_tokens, lengths, strict=True)
+            for sequence, tokens, length in zip(plan.decoding, read["tokens"].tolist(), lengths, strict=True)
         ]
-        credited = [
-            count_accepted(row, length, len(kept))
-            for row, length, kept in zip(sources, lengths, committed, strict=True)
-        ]
-        emission.report(logits, rows, accepted, committed)
+        emission.learn_labels(logits, widths)
         if traced := [row for row, sequence in enumerate(plan.decoding) if sequence.traced]:
             for row, trace in zip(traced, trace_rounds(traced, tree, widths, accepted, committed), strict=True):
                 plan.decoding[row].trace = trace
@@ -168,17 +197,28 @@ class RoundRunner:
         clock.lap("lookup")
         self._tell_times(clock, shape, drafted, len(step.tokens), sum(map(len, committed)))
         host = {stage: clock.ms[stage] for stage in ("lookup", "pack", "choose", "plan", "accept", "commit")}
-        return Outcome(committed, widths, drafted, clock.ms["draft"], clock.ms["verify"], host, credited)
+        return Outcome(
+            committed,
+            widths,
+            drafted,
+            clock.ms["draft"],
+            clock.ms["verify"],
+            host,
+            lengths,
+            read["sources"].tolist(),
+            lambda: emission.scores.tell(read, committed),
+        )
 
-    def _run_prompts(self, plan: Plan, tables: Tensor) -> Outcome:
-        clock = _Clock()
-        step = make_step(None, _prompt_chunks(plan, tables), self.page_size)
-        output = self.target.forward(step, _logit_rows(plan, 0, tables.device))
-        self._commit_prompts(plan, step, 0, output)
+    def _run_prompts(self, plan: Plan, tables: Tensor, meanwhile: Meanwhile) -> Outcome:
+        clock = Clock()
+        step = make_step(None, prompt_chunks(plan, tables), self.page_size)
+        output = self.target.forward(step, logit_rows(plan, 0, tables.device))
+        meanwhile()
+        commit_chunks(plan, step, 0, output, self.drafter)
         clock.lap("verify")
-        return Outcome([], [], False, 0.0, clock.ms["verify"], {}, [])
+        return Outcome([], [], False, 0.0, clock.ms["verify"], {}, [], [], lambda: None)
 
-    def _tell_times(self, clock: _Clock, shape: RoundShape, drafted: bool, tokens: int, committed: int) -> None:
+    def _tell_times(self, clock: Clock, shape: RoundShape, drafted: bool, tokens: int, committed: int) -> None:
         """The policy hears what the round took; packing and choosing are a part of drafting, as the probe has it."""
         ms = clock.ms
         drafting = ms["pack"] + ms["choose"]
@@ -186,26 +226,6 @@ class RoundRunner:
         host += 0.0 if drafted else drafting + ms["draft"]
         draft = ms["draft"] + drafting if drafted else 0.0
         self.policy.timed(RoundTimes(shape, tokens, drafted, draft, ms["verify"], host, committed))
-
-    def _lesson(
-        self, emission: Emission, offered: CandidateTree, chosen: Tensor, accepted: Accepted, drafted: bool
-    ) -> _Lesson:
-        """What a round with candidates shows, as it is to be read from the device."""
-        widths = chosen
-        if emission.foreign is not None:
-            offered, widths, accepted = set_aside(emission.foreign, offered, chosen, accepted)
-        parts = {"widths": widths, "path": accepted.path, "path_lengths": accepted.lengths}
-        if self.health is not None and drafted:
-            parts["record"] = drafter_record(offered, widths, accepted)
-        return _Lesson(offered, parts)
-
-    def _learn(self, lesson: _Lesson, read: dict[str, Tensor], temperatures: Tensor | None) -> None:
-        """Tell the policy, and the watch over the drafter where that ran. All but the tree is on the host by now."""
-        accepted = Accepted(read["path"], read["path_lengths"], read["tokens"])
-        self.policy.observe(lesson.offered, read["widths"], accepted, temperatures)
-        if self.health is not None and "record" in read:
-            requests, hits, promised = read["record"].sum(dim=0).tolist()
-            self.health.observe(int(requests), hits, promised)
 
     def _look_up(self, decoding: list[Sequence], emission: Emission) -> Offer | None:
         """Before step 1: candidates that earlier text suggests, at next to no cost."""
@@ -233,77 +253,6 @@ class RoundRunner:
                 tree = merge(tree, offer, most)
         return tree if offer is None or self.policy.branching else chain_of(tree)
 
-    def _commit(
-        self, roots: Roots, rows: Flattened, accepted: Accepted, lengths: list[int], features: Tensor | None
-    ) -> None:
-        """Step 6: the path's KV entries move to their places behind the root; its features go to the drafter.
-
-        The whole path moves, of a request that ends on it too: its pages reach that far, and whole ones are kept for
-        others with the same prefix. lengths: those of `accepted` as numbers, so that nothing is waited for.
-        """
-        if self.target.states is not None:
-            self.target.states.keep(accepted.lengths)
-        drafter = self.drafter if features is not None else None
-        if accepted.path.shape[1] == 1:  # roots alone: they are where they belong
-            if drafter is not None and features is not None:
-                drafter.observe(features[rows.starts], rows.slots[rows.starts], roots.positions)
-            return
-        # Entries of all paths in one line, the roots first: those are where they belong.
-        batch, device, total = len(lengths), roots.tokens.device, sum(lengths)
-        every = torch.arange(batch, device=device)
-        owner = torch.repeat_interleave(every, accepted.lengths - 1, output_size=total - batch)
-        ends = (accepted.lengths - 1).cumsum(0)
-        place = torch.arange(1, total - batch + 1, device=device) - (ends - accepted.lengths + 1)[owner]
-        entry = accepted.path[owner, place]
-        positions = roots.positions[owner] + place
-        slots = self._slots(roots, owner, positions)
-        if total > batch:
-            self.target.cache.move(self._slots(roots, owner, roots.positions[owner] + entry), slots)
-        if drafter is not None and features is not None:
-            source_rows = torch.cat([rows.starts, rows.starts[owner] + entry])
-            root_slots = rows.slots[rows.starts]
-            places = torch.cat([roots.positions, positions])
-            drafter.observe(features[source_rows], torch.cat([root_slots, slots]), places)
-
-    def _slots(self, roots: Roots, owner: Tensor, index: Tensor) -> Tensor:
-        """Where tokens `index` `[n]` of the requests `owner` `[n]` lie in the pool."""
-        page = torch.div(index, self.page_size, rounding_mode="floor")
-        return roots.tables[owner, page] * self.page_size + index % self.page_size
-
-    def _commit_prompts(self, plan: Plan, step: Step, first_row: int, output: TargetOutput) -> None:
-        """Chunks are in the cache: their features go to the drafter, their logits to those who want them scored."""
-        first_logits = first_row
-        for chunk in plan.chunks:
-            chunk.sequence.cached = chunk.end
-            if _scored(chunk):
-                logits = output.logits[first_logits : (first_logits := first_logits + chunk.end - chunk.start)]
-                score_prompt(chunk.sequence, chunk.start, logits)
-        if self.drafter is not None and output.features is not None and plan.chunks:
-            rows = slice(first_row, None)
-            self.drafter.observe(output.features[rows], step.slots[rows], step.positions[rows])
-
-
-@dataclass(frozen=True)
-class _Lesson:
-    """offered: the tree as the policy saw it. on_device: what of the outcome is to be read, see `_learn`."""
-
-    offered: CandidateTree
-    on_device: dict[str, Tensor]
-
-
-class _Clock:
-    """Wall ms by stage; a stage may have several laps. Nothing is waited for: a stage on a device is its launch."""
-
-    def __init__(self) -> None:
-        self.ms: defaultdict[str, float] = defaultdict(float)
-        self._last = time.perf_counter()
-
-    def lap(self, stage: str) -> None:
-        """What passed since the last lap belongs to `stage`."""
-        now = time.perf_counter()
-        self.ms[stage] += (now - self._last) * 1000
-        self._last = now
-
 
 def _gather(sequences: list[Sequence], tables: Tensor) -> Roots:
     device = tables.device
@@ -318,34 +267,9 @@ def _gather(sequences: list[Sequence], tables: Tensor) -> Roots:
     )
 
 
-def _prompt_chunks(plan: Plan, tables: Tensor) -> list[PromptChunk]:
-    return [
-        PromptChunk(chunk.sequence.tokens[chunk.start : chunk.end], chunk.start, tables[row], row)
-        for chunk in plan.chunks
-        for row in (chunk.sequence.row,)
-    ]
-
-
 def _accept(emitted: Tensor, rows: Flattened, tree: CandidateTree, chosen: Tensor | None) -> Accepted:
     """Step 5: the path of each tree that the target's own tokens follow; of a root alone there is nothing to walk."""
     if chosen is None:
         path = torch.zeros_like(emitted)[:, None]
         return Accepted(path, torch.ones_like(emitted), emitted[:, None])
     return accept(rows.unflatten(emitted), tree, chosen, rows.mask)
-
-
-def _scored(chunk: Chunk) -> bool:
-    """Whether the chunk's own logits are wanted, which are those of the prompt's next tokens."""
-    return chunk.sequence.emitting is not None and chunk.sequence.emitting.missing_prompt_logprobs
-
-
-def _logit_rows(plan: Plan, tree_rows: int, device: torch.device) -> Tensor:
-    """Rows of the forward whose logits are wanted: all of trees, those of chunks to be scored."""
-    trees, start = torch.arange(tree_rows, device=device), tree_rows
-    scored = [trees]
-    for chunk in plan.chunks:
-        end = start + chunk.end - chunk.start
-        if _scored(chunk):
-            scored.append(torch.arange(start, end, device=device))
-        start = end
-    return torch.cat(scored) if len(scored) > 1 else trees

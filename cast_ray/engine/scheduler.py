@@ -19,7 +19,7 @@ from cast_ray.engine.prefixes import Prefixes
 from cast_ray.engine.sequence import Sequence
 from cast_ray.errors import EngineError
 from cast_ray.models.pages import PagePool
-from cast_ray.models.transfer import upload
+from cast_ray.transfer import upload
 
 # Steps that a request waits before one may go ahead of its betters; also the steps between two such favours.
 PATIENCE = 512

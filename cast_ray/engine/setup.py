@@ -15,7 +15,7 @@ from cast_ray.drafters.base import Drafter
 from cast_ray.drafters.checkpoint import EMBEDDED, DFlashConfig, check_pair, find_drafter, read_config
 from cast_ray.drafters.dflash import load_dflash
 from cast_ray.drafters.lookup import MAX_DEPTH, Lookup, split_name
-from cast_ray.drafters.pair import check_record
+from cast_ray.drafters.pair import check_record, recorded_acceptance
 from cast_ray.engine.capture import capture
 from cast_ray.engine.memory import share_out
 from cast_ray.errors import ConfigError, describe
@@ -28,8 +28,10 @@ from cast_ray.models.kv_cache import KVCache
 from cast_ray.models.loading import LoadedTarget, load_target
 from cast_ray.models.recurrent import state_bytes
 from cast_ray.models.target import ATTENTION_NAME, Target, kv_shape, short_context
+from cast_ray.models.text_decoder import text_alone
 from cast_ray.width.latency import DraftPoint, LatencyTable
 from cast_ray.width.policy import WidthPolicy, make_policy, needs_latency
+from cast_ray.width.prior import AcceptanceRecord
 
 # What the width policies take for the time of lookup alone, ms; what it really takes is a part of the host's.
 LOOKUP_MS = 0.01
@@ -43,6 +45,7 @@ class Parts:
     scratch: token places that every decoding request needs behind its tokens; tree_places: that the widest tree needs.
     attention: the backend, and why it is this one.
     notes: where the target makes the engine do otherwise than its settings say, and why.
+    record: what the drafter's folder says of its acceptance, None where it says nothing.
     """
 
     loaded: LoadedTarget
@@ -59,6 +62,7 @@ class Parts:
     attention: Choice
     notes: tuple[str, ...] = ()
     lookup: Lookup | None = None
+    record: AcceptanceRecord | None = None
 
 
 def build(config: EngineConfig) -> Parts:
@@ -67,7 +71,7 @@ def build(config: EngineConfig) -> Parts:
         torch.set_num_threads(config.threads)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    pair = _find_pair(config)
+    pair = find_pair(config)
     # A width that cannot be used is said before anything is loaded.
     looking_up = split_name(config.drafter)[1]
     block_size = pair[1].block_size if pair else MAX_DEPTH + 1 if looking_up else None
@@ -84,11 +88,12 @@ def build(config: EngineConfig) -> Parts:
         attn_implementation=ATTENTION_NAME,
         check=check_family,
     )
+    loaded = text_alone(loaded)
     text = loaded.model.config.get_text_config()
     layers, kv_heads, head_dim = kv_shape(text)
     notes: list[str] = []
     if is_recurrent(text):
-        spec = _without_trees(config, spec, block_size is not None, notes)
+        spec = without_trees(config, spec, block_size is not None, notes)
         measured = needs_latency(spec)
     if pair:
         check_pair(
@@ -132,7 +137,10 @@ def build(config: EngineConfig) -> Parts:
     drafter = load_dflash(pair[0], pair[1], target, slots, config.page_size) if pair else None
     capture(config, target, drafter, plain=plain, room=budget.graph_bytes)
     latency = DeviceProfile(config, target, drafter, max_context).table() if measured else None
-    policy = make_policy(spec, block_size=block_size, max_nodes=config.max_nodes, latency=policy_table(latency))
+    record = recorded_acceptance(pair[0]) if pair else None
+    policy = make_policy(
+        spec, block_size=block_size, max_nodes=config.max_nodes, latency=policy_table(latency), record=record
+    )
     lookup = None
     if looking_up and not plain:
         lookup = Lookup(config.max_batch_size, max_context, config.lookup_tokens)
@@ -152,6 +160,7 @@ def build(config: EngineConfig) -> Parts:
         choice,
         tuple(notes),
         lookup,
+        record,
     )
 
 
@@ -184,7 +193,7 @@ def _attention(
     return choice
 
 
-def _without_trees(config: EngineConfig, spec: str, drafts: bool, notes: list[str]) -> str:
+def without_trees(config: EngineConfig, spec: str, drafts: bool, notes: list[str]) -> str:
     """The width for a target with a recurrent state: a chain, or plain decoding. Notes what cannot be kept."""
     chosen = spec if spec in ("ar", "chain") else "chain" if drafts else "ar"
     why = f"target {config.target!r} has linear-attention layers, whose state belongs to one path of tokens"
@@ -197,7 +206,7 @@ def _without_trees(config: EngineConfig, spec: str, drafts: bool, notes: list[st
     return chosen
 
 
-def _find_pair(config: EngineConfig) -> tuple[Path, DFlashConfig] | None:
+def find_pair(config: EngineConfig) -> tuple[Path, DFlashConfig] | None:
     """Folder and config of the drafter, or None to decode without one."""
     name, looking_up = split_name(config.drafter)
     if name == "auto":

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cast_ray.models.attention.base import Group, Step
 from cast_ray.models.kv_cache import slots_of
-from cast_ray.models.transfer import upload
+from cast_ray.transfer import upload
 from cast_ray.trees.tree import CandidateTree, ancestor_mask
 
 
@@ -111,7 +111,7 @@ def make_step(trees: Flattened | None, chunks: list[PromptChunk], page_size: int
         tokens.append(upload(chunk.tokens, device))
         positions.append(index)
         slots.append(slots_of(chunk.table[None], index[None], page_size)[0])
-        owners = None if chunk.owner is None else torch.tensor([chunk.owner], device=device)
+        owners = None if chunk.owner is None else upload([chunk.owner], device)
         groups.append(Group(start, [length], [chunk.start], chunk.table[None], index[None], owners=owners))
         start += length
     return Step(torch.cat(tokens), torch.cat(positions), torch.cat(slots), groups)

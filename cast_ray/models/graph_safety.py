@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cast_ray.errors import EngineError, describe
 
 # Kinds of what was found: `read` makes the host wait for a device's values, or for a shape that they decide;
-# `upload` copies values of the host, which waits too unless the memory is pinned (`models.transfer`); `lift` makes a
+# `upload` copies values of the host, which waits too unless the memory is pinned (`cast_ray.transfer`); `lift` makes a
 # tensor of them, on the host still.
 Kind = Literal["read", "upload", "lift"]
 READS = {
@@ -47,7 +47,7 @@ READS = {
 READING_METHODS = {"tolist", "numpy", "item", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__"}
 LIFTS = {"lift_fresh", "lift"}
 # What is queued there nobody waits for; inside a captured region it would be frozen all the same.
-QUEUED = "at models/transfer.py"
+QUEUED = "at transfer.py"
 
 
 class _Methods(TorchFunctionMode):

@@ -124,6 +124,27 @@ def load_target(
     )
 
 
+def load_outline(
+    name: str, *, trust_remote_code: bool = False, check: Callable[[Any, str], None] | None = None
+) -> LoadedTarget:
+    """A target without its weights, which are not read: the model is on the meta device. Named and refused as by
+    `load_target`, for what can be known without weights. Raises ModelError."""
+    folder, source = _find(name, trust_remote_code)
+    with _quiet():
+        config, foreign = _read_config(name, folder, trust_remote_code)
+        if check is not None and not foreign:
+            check(config, name)
+        _require_weights(name, folder)
+        tokenizer = _read_tokenizer(name, folder, trust_remote_code)
+        with (
+            _explained(name, f"no model can be made of {folder}", f"Check its config.json; {_again(source)}"),
+            torch.device("meta"),
+        ):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    return LoadedTarget(model, tokenizer, name, source, _eos_token_ids(model, tokenizer), int(longest))
+
+
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a target alone, named as for `load_target`. Raises ModelError."""
     folder, _ = _find(name, trust_remote_code)

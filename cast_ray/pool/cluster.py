@@ -1,4 +1,5 @@
-"""The Ray cluster of a command: the one that it is connected to, else the one in RAY_ADDRESS, else a local one."""
+"""The Ray cluster of a command: the one that it is connected to, else the one in RAY_ADDRESS, else a local one; and
+what its nodes have."""
 
 from __future__ import annotations
 
@@ -6,6 +7,10 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from cast_ray.pool.placement import NodeResources
+
+_BUILT_IN = ("CPU", "GPU", "memory", "object_store_memory")
 
 
 @contextmanager
@@ -27,3 +32,19 @@ def ray_cluster() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def cluster_nodes() -> list[NodeResources]:
+    """The live nodes of the cluster that this process is connected to."""
+    import ray
+
+    alive = [(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    return [
+        NodeResources(
+            name,
+            found.get("CPU", 0.0),
+            found.get("GPU", 0.0),
+            {key: amount for key, amount in found.items() if key not in _BUILT_IN and not key.startswith("node:")},
+        )
+        for name, found in alive
+    ]

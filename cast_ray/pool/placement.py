@@ -87,6 +87,11 @@ def place(engine: EngineConfig, pool: PoolConfig, nodes: Sequence[NodeResources]
     )
 
 
+def threads_each(engine: EngineConfig, count: int, nodes: Sequence[NodeResources]) -> int:
+    """CPU threads of each of `count` engines that are spread over the nodes."""
+    return _threads(engine, _round_robin(_computing(nodes), count), nodes)
+
+
 def _computing(nodes: Sequence[NodeResources]) -> list[NodeResources]:
     return [node for node in nodes if node.cpus >= 1] or list(nodes)
 
@@ -124,6 +129,11 @@ def _place_groups(engine: EngineConfig, groups: Sequence[GroupConfig], nodes: Se
     spare = max(0.0, sum(node.cpus for node in nodes) - SPARE_CPUS)
     for group in groups:
         settings = engine.replace(**group.engine)
+        if settings.target != engine.target:
+            # Rows are made for one target's tokenizer and template, and any engine may answer them.
+            problem = f"is another target than the job's, {engine.target!r}"
+            remedy = "Give all engines one target, or run a job for each"
+            raise ConfigError(describe(f"pool.groups.{group.name}.engine.target", settings.target, problem, remedy))
         demand = _demand(group, settings, nodes)
         homes = _seats(group, demand, free, nodes)
         count, needed = _count(group, demand, homes)

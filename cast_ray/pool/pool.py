@@ -15,13 +15,13 @@ from cast_ray.config import EngineConfig, PoolConfig
 from cast_ray.errors import CastRayError, EngineError
 from cast_ray.pool.actor import EngineActor, EngineFactory, default_engine
 from cast_ray.pool.client import PoolMembers
+from cast_ray.pool.cluster import cluster_nodes
 from cast_ray.pool.dispatch import short_cause
 from cast_ray.pool.exchange import Exchange, Output, Port
-from cast_ray.pool.placement import NodeResources, place
+from cast_ray.pool.placement import place
 
 # Longest wait for one engine's finished outputs.
 EXCHANGE_S = 5.0
-_BUILT_IN = ("CPU", "GPU", "memory", "object_store_memory")
 
 
 class EnginePool:
@@ -33,7 +33,7 @@ class EnginePool:
     """
 
     def __init__(self, engine: EngineConfig, pool: PoolConfig, factory: EngineFactory = default_engine) -> None:
-        plan = place(engine, pool, _nodes())
+        plan = place(engine, pool, cluster_nodes())
         self._config = pool
         self._plans = {actor.name: actor for actor in plan.actors}
         self.warnings = plan.warnings
@@ -198,16 +198,3 @@ def _looks_up(engine: EngineConfig) -> bool:
 def _slots(engine: EngineConfig) -> int:
     """Rows to keep aboard an engine: a full batch, and a few to fill freed places at once."""
     return engine.max_batch_size + max(2, engine.max_batch_size // 4)
-
-
-def _nodes() -> list[NodeResources]:
-    alive = [(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
-    return [
-        NodeResources(
-            name,
-            found.get("CPU", 0.0),
-            found.get("GPU", 0.0),
-            {key: amount for key, amount in found.items() if key not in _BUILT_IN and not key.startswith("node:")},
-        )
-        for name, found in alive
-    ]

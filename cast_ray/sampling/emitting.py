@@ -11,7 +11,7 @@ from cast_ray.request import SamplingParams, TokenLogprob
 from cast_ray.sampling.check import check_params
 from cast_ray.sampling.choice import LabelGrammar, LabelTree
 from cast_ray.sampling.grammar import Grammar, GrammarCompiler
-from cast_ray.sampling.processors import Rules, make_rules
+from cast_ray.sampling.rules import Rules, make_rules
 
 
 class Emitting:

@@ -20,6 +20,7 @@ from torch import Tensor
 from cast_ray.errors import RequestError, describe
 from cast_ray.request import SamplingParams
 from cast_ray.sampling.choice import LabelGrammar, LabelTree
+from cast_ray.transfer import upload
 from cast_ray.trees.edit import Nodes, graft, heaviest
 
 # Lexer states of one grammar, about 2 kB each: what a stranger's grammar may take.
@@ -194,7 +195,7 @@ class MatcherGrammar:
 
 def apply_bits(logits: Tensor, words: NDArray[np.int32]) -> None:
     """Mask `logits` `[n, vocab]` in place where `words` `[n, ceil(vocab / 32)]` has no bit."""
-    bits = torch.from_numpy(words).to(logits.device, non_blocking=True)
+    bits = upload(words, logits.device, torch.int32)
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : logits.shape[1]]
     logits.masked_fill_(~allowed, float("-inf"))

@@ -3,6 +3,9 @@
 Sampling is Gumbel-max: the token of greatest `logit / T + g(seed, position, token)`, with the noise `g` from a
 counter-based hash. So a token is a function of prefix, seed and position alone, whatever the tree, batch or device.
 Inverse-CDF sampling would not do: a tiny change of any logit moves the whole cumulative sum.
+
+Two ways to the same token: noise for those alone that can still win, whose number the host has to know; and noise for
+all, in shapes that no value decides, where looking at values means waiting for a device.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ GUMBEL_MAX = 22.88  # a little above -log(-log((2**32 - 0.5) / 2**32)) = 22.8739
 # A token further than this behind the best needs noise above it: one hash in 3,000, told by the hash itself.
 _NEAR = 8.0
 _RARE = int(math.exp(-math.exp(-_NEAR)) * 2**_BITS) - 1000  # somewhat lower than exact, to be safe from rounding
+# Scores that are perturbed at once where all are: a few copies of them, 32 MB each, are a small part of a device.
+_AT_ONCE = 1 << 22
 
 
 def keyed_gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
@@ -43,15 +48,20 @@ def perturbed_scores(logits: Tensor, temperatures: Tensor, seeds: Tensor, positi
     return logits.double() / scale + torch.where(sampled[:, None], noise, 0.0)
 
 
-def choose_tokens(logits: Tensor, temperatures: Tensor | None, seeds: Tensor, positions: Tensor) -> Tensor:
+def choose_tokens(
+    logits: Tensor, temperatures: Tensor | None, seeds: Tensor, positions: Tensor, *, fixed: bool = False
+) -> Tensor:
     """The target's own token for each row.
 
     logits: `[n, vocab]`; temperatures: `[n]` float, 0 is greedy, None says that all are; seeds: `[n]` int64;
     positions: `[n]` int64, index of the emitted token in its request (prompt included) -> `[n]` int64.
+    fixed: in shapes that no value decides, so that nothing waits for the device; the tokens are the same.
     """
     greedy = logits.argmax(dim=-1)
     if temperatures is None or logits.shape[0] == 0:
         return greedy
+    if fixed:
+        return torch.where(temperatures > 0, _sample_all(logits, temperatures, _state(seeds, positions)), greedy)
     sampled = (temperatures > 0).nonzero()[:, 0]
     scaled = logits[sampled].float() / temperatures[sampled, None]
     tokens = _sample(scaled, greedy[sampled], _state(seeds[sampled], positions[sampled]))
@@ -80,6 +90,19 @@ def _sample(scaled: Tensor, greedy: Tensor, state: Tensor) -> Tensor:
     vocab = scaled.shape[1]
     contender = torch.where(scores == best[rows], tokens, vocab)
     return torch.full_like(greedy, vocab).scatter_reduce_(0, rows, contender, "amin")
+
+
+def _sample_all(logits: Tensor, temperatures: Tensor, state: Tensor) -> Tensor:
+    """Gumbel-max over `logits` `[n, vocab]`, some rows at a time, with noise for all; a greedy row's is meaningless."""
+    n, vocab = logits.shape
+    tokens = torch.arange(vocab, device=logits.device)
+    scale = torch.where(temperatures > 0, temperatures, 1.0)
+    chosen, rows = [], max(1, _AT_ONCE // vocab)
+    for first in range(0, n, rows):
+        part = slice(first, first + rows)
+        scores = _gumbel(_hash(state[part, None], tokens))
+        chosen.append(scores.add_(logits[part].float() / scale[part, None]).argmax(dim=1))
+    return torch.cat(chosen)
 
 
 def _state(seeds: Tensor, positions: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from cast_ray.serve.recent import Recent
 from cast_ray.serve.refusal import Refusal, deadline_passed, internal_error
 from cast_ray.serve.shapes import chat_choice, completion_choice, head, usage
 from cast_ray.serve.tagged import ChatReader
-from cast_ray.serve.wire import ONLINE, Ask, Piece
+from cast_ray.serve.wire import ONLINE, Ask, Piece, decode_s
 
 Body = dict[str, Any]
 
@@ -82,7 +82,7 @@ def question_of(
         for sample in range(request.n or 1):
             own = params if not sample else _with_seed(params, derive_seed(params.seed or 0, sample))
             ask = Ask(f"{answer_id}-{len(asks)}", prompt, own, priority, lookup_scope=lookup_scope)
-            ask = replace(ask, traced=request.trees_wanted)
+            ask = replace(ask, traced=request.trees_wanted, whole=not request.stream)
             if isinstance(request, ChatRequest):
                 ask = replace(ask, tools=request.offered_tools, template=request.template())
             asks.append(ask)
@@ -118,7 +118,8 @@ async def whole(question: Question, backend: Backend, recent: Recent) -> tuple[B
     async def follow(index: int, ask: Ask) -> None:
         async with aclosing(backend.pieces(ask)) as pieces:
             async for piece in pieces:
-                first.append(time.monotonic())
+                if piece.completion is not None:
+                    first.append(time.monotonic() - decode_s(piece.completion))
                 readers[index] = piece.reader or readers[index]
                 words[index] |= piece.words or {}
                 last[index] = piece

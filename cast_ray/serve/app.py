@@ -12,8 +12,10 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from cast_ray.config import ServeConfig
+from cast_ray.config import EngineConfig, ServeConfig
 from cast_ray.errors import ConfigError, describe
+from cast_ray.pool.cluster import cluster_nodes
+from cast_ray.pool.placement import threads_each
 from cast_ray.serve.guard import App
 from cast_ray.serve.replica import EngineFactory, EngineReplica, default_engine
 from cast_ray.serve.routing import FinishTimeRouter
@@ -70,7 +72,7 @@ def application(config: ServeConfig, factory: EngineFactory) -> Application:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=config.drain_s,
     )
-    return front.bind(engine.bind(config.engine, factory, config.app))
+    return front.bind(engine.bind(_engine(config), factory, config.app))
 
 
 class _Front:
@@ -78,6 +80,17 @@ class _Front:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+
+
+def _engine(config: ServeConfig) -> EngineConfig:
+    """The engine's settings, with the threads of one that computes on CPUs: Ray tells a worker of less than one CPU to
+    use one thread."""
+    import ray
+
+    if config.engine.threads is not None or config.num_cpus >= 1 or not ray.is_initialized() or _gpus(config):
+        return config.engine
+    most = config.max_replicas or config.replicas or _devices(config)
+    return config.engine.replace(threads=threads_each(config.engine, most, cluster_nodes()))
 
 
 def _scale(config: ServeConfig) -> dict[str, Any]:
@@ -92,11 +105,19 @@ def _scale(config: ServeConfig) -> dict[str, Any]:
 
 
 def _resources(config: ServeConfig) -> dict[str, Any]:
-    gpus = config.num_gpus if config.num_gpus is not None else float(bool(_cluster_gpus()))
-    options: dict[str, Any] = {"num_cpus": config.num_cpus, "num_gpus": gpus, "resources": dict(config.resources)}
+    options: dict[str, Any] = {
+        "num_cpus": config.num_cpus,
+        "num_gpus": _gpus(config),
+        "resources": dict(config.resources),
+    }
     if config.accelerator_type is not None:
         options["accelerator_type"] = config.accelerator_type
     return options
+
+
+def _gpus(config: ServeConfig) -> float:
+    """Of one replica."""
+    return config.num_gpus if config.num_gpus is not None else float(bool(_cluster_gpus()))
 
 
 def _devices(config: ServeConfig) -> int:

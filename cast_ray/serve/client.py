@@ -84,7 +84,7 @@ class ServeClient:
             await self._enter()
             try:
                 name = f"{row.row_id}#{secrets.token_hex(6)}"
-                ask = Ask(name, row.prompt, row.params, BATCH, lookup_scope=self._scope)
+                ask = Ask(name, row.prompt, row.params, BATCH, lookup_scope=self._scope, whole=True)
                 answer: RowAnswer = await self._handle.row.remote(ask)
                 return answer
             except (BackPressureError, DeploymentUnavailableError) as error:

@@ -24,9 +24,11 @@ from cast_ray.request import Completion, Prompt, SamplingParams, TokenLogprob, s
 from cast_ray.serve.chat import chat_reader, render_chat
 from cast_ray.serve.pace import Pace
 from cast_ray.serve.refusal import where
-from cast_ray.serve.wire import BATCH, Ask, Failure, Piece, ShownTree, messages_of, named_tokens
+from cast_ray.serve.starting import telling
+from cast_ray.serve.wire import BATCH, Ask, Failure, Piece, ShownTree, decode_s, messages_of, named_tokens
 
 if TYPE_CHECKING:
+    from cast_ray.engine.streams import Delta
     from cast_ray.engine.trace import RoundTrace
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,16 @@ class ServeEngine(Protocol):
 
     @property
     def tokenizer(self) -> Any: ...
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        lookup_scope: str | None = None,
+    ) -> Completion: ...
 
     def stream(
         self,
@@ -75,24 +87,27 @@ def default_engine(config: EngineConfig) -> ServeEngine:
 
 @dataclass
 class _Aboard:
-    """A request in the engine: tokens that it is expected to generate, and those it has."""
+    """A request in the engine: tokens that it is expected to generate, and those it is known to have."""
 
     expected: float
+    began: float
     done: int = 0
 
-    @property
-    def left(self) -> float:
-        """At least one, as long as it has not ended."""
-        return max(1.0, self.expected - self.done)
+    def left(self, now: float, pace: float) -> float:
+        """At least one, as long as it has not ended. pace: tokens a second, of one that is told only at its end."""
+        return max(1.0, self.expected - (self.done or pace * (now - self.began)))
 
 
 class EngineReplica:
-    """Deployed by `serve.app`. name: the tag of its series in Prometheus."""
+    """Deployed by `serve.app`. name: of the application; the tag of its series in Prometheus."""
 
     def __init__(self, config: EngineConfig, factory: EngineFactory, name: str, replica_id: str = "") -> None:
         self._config = config
         self._name = replica_id or _replica_id()
-        self._engine = factory(config)
+        with telling(name, self._name) as told:
+            logger.info("loading %s, drafter %s", config.target, config.drafter)
+            self._engine = factory(config)
+            told.ready(self._engine.stats())
         self._aboard: dict[str, _Aboard] = {}
         self._estimate = TokenEstimate()
         self._pace = Pace()
@@ -118,25 +133,17 @@ class EngineReplica:
         began = time.monotonic()
         first: float | None = None
         outcome = "abort"
-        load = self._aboard[ask.request_id] = _Aboard(self._estimate.expect(ask.params.max_tokens))
+        load = self._aboard[ask.request_id] = _Aboard(self._estimate.expect(ask.params.max_tokens), began)
         completion: Completion | None = None
         try:
             prompt = await self._prompt(ask)
             reader = chat_reader(self._engine.tokenizer, prompt) if messages_of(ask.prompt) is not None else None
-            answer = self._engine.stream(
-                prompt,
-                ask.params,
-                request_id=ask.request_id,
-                priority=ask.priority,
-                traced=ask.traced,
-                # Of the messages, which the engine does not see.
-                lookup_scope=scope_of(ask.lookup_scope, ask.prompt),
-            )
-            async with contextlib.aclosing(answer) as deltas:
+            async with contextlib.aclosing(self._deltas(ask, prompt)) as deltas:
                 async for delta in deltas:
-                    first = time.monotonic() - began if first is None and delta.token_ids else first
-                    load.done += len(delta.token_ids)
                     completion = delta.completion
+                    if first is None and delta.token_ids:
+                        first = time.monotonic() - began - (decode_s(completion) if ask.whole and completion else 0.0)
+                    load.done += len(delta.token_ids)
                     if completion is not None:
                         outcome = "ok"  # now: whoever has the completion asks for no more
                         self._estimate.observe(len(completion.token_ids))
@@ -161,6 +168,21 @@ class EngineReplica:
                 self._finished["batch" if ask.priority >= BATCH else "online"] += 1
             if self._metrics is not None:
                 self._observe(outcome, time.monotonic() - began, first, completion)
+
+    async def _deltas(self, ask: Ask, prompt: list[int]) -> AsyncGenerator[Delta]:
+        """What the engine tells of the request."""
+        said: dict[str, Any] = {"request_id": ask.request_id, "priority": ask.priority}
+        # Of the messages, which the engine does not see.
+        said["lookup_scope"] = scope_of(ask.lookup_scope, ask.prompt)
+        if ask.whole:
+            from cast_ray.engine.streams import Delta  # it loads torch, which the engine has and a driver need not
+
+            done = await self._engine.generate(prompt, ask.params, **said)
+            yield Delta(ask.request_id, done.token_ids, done.text, done, done.stats.rounds, logprobs=done.logprobs)
+            return
+        async with contextlib.aclosing(self._engine.stream(prompt, ask.params, traced=ask.traced, **said)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     async def row(self, ask: Ask) -> RowAnswer:
         """One row of a batch job, as a pool's actor answers it. Raises EngineError only when the engine is dead,
@@ -272,7 +294,9 @@ class EngineReplica:
         return pace * self._config.max_batch_size if pace is not None else None
 
     def _outstanding(self) -> int:
-        return round(sum(load.left for load in self._aboard.values()))
+        now = time.monotonic()
+        pace = self._pace.tokens_per_s(now) or 0.0
+        return round(sum(load.left(now, pace) for load in self._aboard.values()))
 
     def _word(self, token: int) -> str:
         return str(self._engine.tokenizer.decode([token], clean_up_tokenization_spaces=False))

@@ -24,7 +24,8 @@ CHARACTERS_A_TOKEN = 4
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One sample of one prompt. tools, template: what a chat's template is given besides the messages. traced: whether
-    its pieces show the trees of their rounds. lookup_scope: see `Engine.submit`; None shares nothing."""
+    its pieces show the trees of their rounds. lookup_scope: see `Engine.submit`; None shares nothing. whole: it is told
+    in one piece, at its end; telling of every round takes processor time that decoding could have."""
 
     request_id: str
     prompt: Prompt
@@ -34,6 +35,7 @@ class Ask:
     template: dict[str, Any] = field(default_factory=dict)
     traced: bool = False
     lookup_scope: str | None = None
+    whole: bool = False
 
     @property
     def characters(self) -> int:
@@ -102,6 +104,11 @@ class Piece:
     words: dict[int, str] | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     reader: ChatReader | None = None
+
+
+def decode_s(completion: Completion) -> float:
+    """Seconds from a request's first token to its last."""
+    return max(0.0, completion.stats.total_ms - completion.stats.time_to_first_token_ms) / 1000
 
 
 def named_tokens(rows: Iterable[TokenLogprob | None]) -> list[int]:

@@ -16,6 +16,7 @@ from cast_ray.engine.engine import Engine
 from cast_ray.models.target import Target
 from cast_ray.request import Prompt, SamplingParams
 from cast_ray.trees.pack import DraftScores, pack_chain
+from cast_ray.width.prior import AcceptanceRecord
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ def drafter_of(engine: Engine) -> Drafter | None:
 def target_of(engine: Engine) -> Target:
     """The target that this engine decodes with."""
     return engine._parts.target
+
+
+def record_of(engine: Engine) -> AcceptanceRecord | None:
+    """What the folder of this engine's drafter says of its acceptance."""
+    return engine._parts.record
 
 
 def chain_acceptance(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> Acceptance:

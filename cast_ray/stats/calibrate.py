@@ -18,14 +18,17 @@ from cast_ray.width.latency import LatencyTable
 
 
 def calibrated(config: EngineConfig, *, again: bool) -> tuple[Engine, Path, LatencyTable]:
-    """An engine of these settings, and its device's profile and table; again: measured even where it is saved."""
+    """An engine of these settings, and its device's profile and table; again: measured even where it is saved.
+
+    What an earlier probe had no time for is measured now, for up to `probe_seconds` beside those of the start.
+    """
     began = time.time()
     engine = Engine(config.replace(width="deployment"))
     profile = DeviceProfile(config, target_of(engine), drafter_of(engine), engine.max_context)
     latency = engine.stats()["latency"]
-    if latency and profile.path.exists() and profile.path.stat().st_mtime >= began:
-        return engine, profile.path, LatencyTable.from_dict(latency)  # its start has just measured
-    return engine, profile.path, profile.table(again=again)
+    fresh = bool(latency) and profile.path.exists() and profile.path.stat().st_mtime >= began
+    # What its start has just measured is not measured again.
+    return engine, profile.path, profile.table(again=again and not fresh, patient=True)
 
 
 def chosen_widths(engine: Engine, table: LatencyTable, prompts: Sequence[Prompt], tokens: int) -> dict[int, int]:

@@ -27,6 +27,8 @@ State = Literal["ok", "note", "problem"]
 LEAST_DISK = 2 << 30
 # Ray's object store is this share of the memory, in shared memory where that is large enough.
 STORE_SHARE = 0.3
+# Enough for any device to finish a profile.
+UNTIL_COMPLETE = "--probe-seconds 120"
 
 
 @dataclass(frozen=True)
@@ -182,17 +184,26 @@ def _folders(config: EngineConfig) -> list[Check]:
 
 
 def _profiles(folder: Path) -> Check:
-    """Latency profiles that engines of the same device and models would find."""
-    found = []
+    """Latency profiles that engines of the same device and models would find, and which hold only a part."""
+    found, partial = [], 0
     for file in sorted(folder.glob("*.json")):
         try:
-            key = json.loads(file.read_text(encoding="utf-8"))["key"]
-            found.append(f"{key['target']['name']} on {key['device']} {key['dtype']}")
+            saved = json.loads(file.read_text(encoding="utf-8"))
+            key, complete = saved["key"], bool(saved["complete"])
+            partial += not complete
+            name = f"{key['target']['name']} on {key['device']} {key['dtype']}"
+            found.append(name if complete else f"{name} (incomplete: {file.name})")
         except (OSError, ValueError, KeyError, TypeError):
             found.append(f"{file.name} (unreadable)")
     if not found:
         return Check("profiles", "note", f"none in {folder}: an engine's first start measures", "cast-ray calibrate")
-    return Check("profiles", "ok", f"{len(found)} in {folder}: {'; '.join(dict.fromkeys(found))}")
+    says = f"{len(found)} in {folder}: {'; '.join(dict.fromkeys(found))}"
+    if partial:
+        remedy = (
+            f"cast-ray calibrate {UNTIL_COMPLETE} with the target, drafter and settings of the job goes on measuring"
+        )
+        return Check("profiles", "note", f"{says}. The probe had no time for all of {partial}", remedy)
+    return Check("profiles", "ok", says)
 
 
 def _shared_memory() -> Check:

@@ -5,6 +5,7 @@ It watches an engine decode one request. How it looks on a terminal is `explain_
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +15,11 @@ from torch import Tensor
 from cast_ray.engine.engine import Engine
 from cast_ray.errors import ConfigError, describe
 from cast_ray.request import Prompt, SamplingParams
-from cast_ray.stats.acceptance import drafter_of, watched
+from cast_ray.stats.acceptance import Proposals, drafter_of, watched
 from cast_ray.trees.accept import Accepted
+from cast_ray.trees.merge import chain_of
 from cast_ray.trees.pack import pack_chain
-from cast_ray.trees.tree import CandidateTree
+from cast_ray.trees.tree import CandidateTree, Origins
 from cast_ray.width.host import read_tree
 from cast_ray.width.joint import JointWidth
 from cast_ray.width.latency import LatencyTable
@@ -44,8 +46,9 @@ class ExplainedRound:
     """One drafted round of one request.
 
     root: its token; position: tokens before it. tree: the whole packed tree, on the CPU. width: nodes verified.
-    path: nodes that were committed, by index. chain: the likeliest token at each depth. following: what the target
-    wrote after the root, as far as decoding went. reckoning: None where the width was given, not chosen.
+    path: nodes that were committed, by index. chain: the drafter's likeliest token at each depth; of a round in which
+    it did not run, the likeliest of what was looked up. following: what the target wrote after the root, as far as
+    decoding went. reckoning: None where the width was given, not chosen.
     """
 
     number: int
@@ -101,8 +104,9 @@ class _Watch:
 
     def timed(self, times: RoundTimes) -> None:
         self._policy.timed(times)
-        if times.drafted and self._tree is not None:
+        if self._tree is not None:
             self.rounds.append((self._tree, self._width, self._path, times, self._reckoning))
+        self._tree, self._path = None, []
 
     def report(self) -> dict[str, object]:
         return self._policy.report()
@@ -111,24 +115,25 @@ class _Watch:
         read = read_tree(tree, shape.temperatures)
         if isinstance(self._policy, JointWidth):
             masses = self._policy.reliability.calibrate(read)[0]
-            ms = self._policy.cost.drafted_ms(shape)[: len(masses) + 1]
+            cost = self._policy.cost
+            ms = (cost.drafted_ms(shape) if shape.drafted else cost.offered_ms(shape))[: len(masses) + 1]
             return Reckoning(_round_lengths(masses), ms, self._policy.gate.outlook(shape).rate)
         if self._latency is None:
             return None
         nodes = np.arange(read.masses.shape[1] + 1)
-        ms = self._latency.round_ms(nodes, shape.batch, shape.mean_context, drafting=True)
+        ms = self._latency.round_ms(nodes, shape.batch, shape.mean_context, drafting=shape.drafted)
         return Reckoning(_round_lengths(read.masses[0]), ms, None)
 
 
 def explain_round(engine: Engine, prompt: Prompt, params: SamplingParams, number: int) -> ExplainedRound:
-    """Decode `prompt` and take the `number`-th round that drafted apart, counted from 1.
+    """Decode `prompt` and take the `number`-th round that had candidates apart, counted from 1.
 
     Raises ConfigError where there are fewer, and RequestError where the prompt cannot be decoded.
     """
-    drafter = drafter_of(engine)
-    if drafter is None:
-        problem = "has no block drafter, whose rounds these are"
-        raise ConfigError(describe("drafter", engine.config.drafter, problem, "Give a DFlash folder, or embedded"))
+    drafter, looked_up = drafter_of(engine), engine.stats()["lookup"]
+    if drafter is None and looked_up is None:
+        problem = "gives no candidates: there is nothing to take apart"
+        raise ConfigError(describe("drafter", engine.config.drafter, problem, "Give a DFlash folder, or lookup"))
     latency = engine.stats()["latency"]
     watch = _Watch(engine.policy, LatencyTable.from_dict(latency) if latency else None)
     engine.use_policy(watch)
@@ -137,17 +142,19 @@ def explain_round(engine: Engine, prompt: Prompt, params: SamplingParams, number
     chains: list[list[int]] = []
     starts: list[int] = []
     text = list(tokens)
-    with watched(drafter) as proposals:
+    with watched(drafter) if drafter is not None else nullcontext(Proposals()) as proposals:
         while engine.has_work:
             events = engine.step()
             scores = proposals.take()
-            if scores is not None:
-                chains.append(pack_chain(scores, scores.logprobs.shape[1]).tokens[0].tolist())
+            if len(watch.rounds) > len(chains):
+                tree = watch.rounds[-1][0]
+                chain = chain_of(tree) if scores is None else pack_chain(scores, scores.logprobs.shape[1])
+                chains.append(chain.tokens[0, : int(chain.counts[0])].tolist())
                 starts.append(len(text))
             for event in events:
                 text.extend(event.token_ids)
     if not 1 <= number <= len(watch.rounds):
-        problem = f"the request drafted in {len(watch.rounds)} rounds"
+        problem = f"the request had candidates in {len(watch.rounds)} rounds"
         remedy = "Choose one of them, raise --max-tokens, or set --width fixed:15 to draft in every round"
         raise ConfigError(describe("round", number, problem, remedy))
     tree, width, path, times, reckoning = watch.rounds[number - 1]
@@ -171,6 +178,7 @@ def _round_lengths(masses: Array) -> Array:
 
 
 def _on_cpu(tree: CandidateTree) -> CandidateTree:
+    origins = tree.origins
     return CandidateTree(
         tree.tokens.cpu(),
         tree.parents.cpu(),
@@ -178,4 +186,5 @@ def _on_cpu(tree: CandidateTree) -> CandidateTree:
         tree.masses.cpu(),
         tree.counts.cpu(),
         max_depth=tree.max_depth,
+        origins=None if origins is None else Origins(origins.sources.cpu(), origins.drafter_masses.cpu()),
     )

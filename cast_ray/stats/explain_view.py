@@ -11,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from cast_ray.engine.tally import SOURCES
 from cast_ray.stats.explain import ExplainedRound, Reckoning
 from cast_ray.stats.surface import widths_of
+from cast_ray.trees.tree import CandidateTree
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -48,13 +50,23 @@ def _tree(explained: ExplainedRound, decode: Decode, shown: int) -> Tree:
             continue
         token = _quoted(decode, int(tree.tokens[0, node]))
         style = "bold green" if node in path else "default"
-        marks = " ✓" * (node in path) + " [dim]chain[/]" * (node in chain)
+        marks = " ✓" * (node in path) + " [dim]chain[/]" * (node in chain) + _source(tree, node)
         branches[node] = branches[parent].add(
             f"[{style}]{token}[/] [cyan]{float(tree.masses[0, node]):.3f}[/]{marks}", guide_style="dim"
         )
     if left_out:
         drawn.add(f"[dim]… and {left_out} lighter nodes that were verified[/]")
     return drawn
+
+
+def _source(tree: CandidateTree, node: int) -> str:
+    """Where a node of a tree of several sources comes from."""
+    if tree.origins is None:
+        return ""
+    names = [SOURCES[0]] if float(tree.origins.drafter_masses[0, node]) > 0 else []
+    if source := int(tree.origins.sources[0, node]):
+        names.append(SOURCES[source])
+    return f" [magenta]{' + '.join(names)}[/]"
 
 
 def _outcome(explained: ExplainedRound, decode: Decode) -> Table:

@@ -25,6 +25,7 @@ from cast_ray.errors import ConfigError, DrafterError, describe
 from cast_ray.request import Prompt, SamplingParams
 from cast_ray.stats.acceptance import Acceptance, chain_acceptance, target_of
 from cast_ray.stats.positions import ShiftGain, compare_shifts
+from cast_ray.stats.signature import SAME, SIGNATURE, Signature, read_signature
 
 # Other mask tokens that are tried, the tokenizer's own special ones first.
 MASK_TOKENS = 3
@@ -44,11 +45,13 @@ class Variation:
 @dataclass(frozen=True)
 class PairReport:
     """What was found. said: the warnings at load; tried: every variation that could be decoded, the drafter first;
-    shifts: the drafter with the positions of its context shifted."""
+    shifts: the drafter with the positions of its context shifted. off: by what share of the mass its guesses are
+    others than those on the text of its record, None without one."""
 
     said: list[str]
     tried: list[tuple[Variation, Acceptance]]
     shifts: list[ShiftGain]
+    off: float | None = None
 
     @property
     def own(self) -> Acceptance:
@@ -79,6 +82,11 @@ class PairReport:
                 f"With the positions of its context {shift.shift:+d} it puts {shift.shifted:.3f} instead of "
                 f"{shift.own:.3f} on the tokens that follow: it was trained with other positions. Retrain it."
             )
+        if self.off is not None and self.off > SAME:
+            found.append(
+                f"On the text of its record its guesses are {self.off:.0%} off those that were recorded: it reads "
+                "other features, or other positions of its context, than where it was measured."
+            )
         if accepted <= CHANCE:
             found.append(f"Hardly a token is accepted. Likely: {'; '.join(CAUSES)}.")
         elif accepted < KEPT * promised:
@@ -94,7 +102,7 @@ class PairReport:
 
 def variations(config: EngineConfig, tokenizer: Any, layers: int) -> list[Variation]:
     """The drafter as it is, then other layers and mask tokens that exist for this target."""
-    drafter = read_config(find_drafter(_name(config)))
+    drafter = read_config(find_drafter(named_drafter(config)))
     tried = [Variation("the drafter as it is", {})]
     for step in (-1, 1):
         taps = [tap + step for tap in drafter.taps]
@@ -113,9 +121,9 @@ def check_pair_by_decoding(
     report: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> PairReport:
     """Decode the prompts with each variation. Raises DrafterError or ModelError where the pair cannot be loaded."""
-    folder = find_drafter(_name(config))
+    folder = find_drafter(named_drafter(config))
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    settings = config.replace(drafter=_name(config), width="chain", prefix_cache=False)
+    settings = config.replace(drafter=named_drafter(config), width="chain", prefix_cache=False)
     with _warnings() as said:
         engine = _start(settings, folder, said)
     layers = target_of(engine).loaded.model.config.get_text_config().num_hidden_layers
@@ -129,7 +137,13 @@ def check_pair_by_decoding(
             tried_on.use_policy(tried_on.policy)
             tried.append((variation, chain_acceptance(tried_on, prompts, params)))
     report("positions", len(todo), len(todo) + 1)
-    return PairReport(said, tried, compare_shifts(engine, folder, prompts, params))
+    return PairReport(said, tried, compare_shifts(engine, folder, prompts, params), _off_record(engine, folder))
+
+
+def _off_record(engine: Engine, folder: Path) -> float | None:
+    record = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(RECORD)
+    recorded = Signature.from_dict(record.get(SIGNATURE)) if isinstance(record, dict) else None
+    return None if recorded is None else recorded.off(read_signature(engine, recorded.prompt))
 
 
 def _start(settings: EngineConfig, folder: Path, said: list[str]) -> Engine:
@@ -144,7 +158,8 @@ def _start(settings: EngineConfig, folder: Path, said: list[str]) -> Engine:
             return Engine(settings.replace(drafter=str(copy)))
 
 
-def _name(config: EngineConfig) -> str:
+def named_drafter(config: EngineConfig) -> str:
+    """The block drafter that a setting names; ConfigError where it names none."""
     name, _ = split_name(config.drafter)
     if name == "auto":
         name = EMBEDDED if config.target == EMBEDDED else "none"

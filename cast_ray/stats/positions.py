@@ -66,7 +66,7 @@ def compare_shifts(
     slots, page_size = target.cache.slots, engine.config.page_size
     copies: list[Drafter] = [load_dflash(folder, config, target, slots, page_size) for _ in shifts]
     policy = engine.policy
-    engine.use_policy(_OneByOne())
+    engine.use_policy(OneByOne())
     outputs: defaultdict[str, list[int]] = defaultdict(list)
     roots: list[tuple[str, int, list[Nodes]]] = []
     try:
@@ -97,7 +97,7 @@ def compare_shifts(
     ]
 
 
-class _OneByOne(FixedWidth):
+class OneByOne(FixedWidth):
     """Drafts in every round and verifies nothing of it, so that every token is a root."""
 
     def __init__(self) -> None:

@@ -19,6 +19,7 @@ from cast_ray.width.latency import LatencyTable
 _VERDICTS = {
     "rejected": "rejected",
     "doubtful": "doubtful",
+    "behind": "behind its record",
     "healthy": "healthy",
     "unknown": "too few drafted rounds for a verdict",
 }
@@ -203,9 +204,9 @@ def _actor_table(actors: list[dict[str, Any]]) -> Table:
         "round",
         "width",
         "verify ms at N=0 and N",
-        "draft/verify/host/prefill",
+        "draft verify host prefill",
     ):
-        table.add_column(name, justify="left")
+        table.add_column(name, justify="left", overflow="fold")  # what does not fit goes on in the next line
     for actor in actors:
         if actor["state"] not in ("ready", "restarted"):
             table.add_row(actor["name"], f"{actor['state']}: {actor['cause']}", "", "", "", "", "")

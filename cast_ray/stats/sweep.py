@@ -7,8 +7,10 @@ them; compared are always the same prompts.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +19,9 @@ from cast_ray.config import EngineConfig
 from cast_ray.engine.engine import Engine
 from cast_ray.errors import ConfigError, describe
 from cast_ray.request import Prompt, SamplingParams
-from cast_ray.stats.acceptance import drafter_of, target_of
+from cast_ray.stats.acceptance import drafter_of, record_of, target_of
 from cast_ray.stats.rounds import Balanced, Run, decode
+from cast_ray.stats.sweep_log import SweepLog
 from cast_ray.width.deployment import DeploymentWidth
 from cast_ray.width.latency import LatencyTable
 from cast_ray.width.policy import WidthPolicy, make_policy
@@ -51,6 +54,17 @@ class Prediction:
     context: int
     round_ms: Array
     round_length: Array
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, for `from_dict`."""
+        arrays = {"round_ms": self.round_ms.tolist(), "round_length": self.round_length.tolist()}
+        return {"width": self.width, "settled": self.settled, "batch": self.batch, "context": self.context, **arrays}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Prediction:
+        """Read what `to_dict` wrote."""
+        arrays = {name: np.array(values[name], dtype=np.float64) for name in ("round_ms", "round_length")}
+        return cls(**{**values, **arrays})
 
 
 @dataclass(frozen=True)
@@ -89,9 +103,13 @@ def run_sweep(
     batch: int = 1,
     repeats: int = 1,
     report: Callable[[int, int], None] = lambda done, total: None,
-) -> Sweep:
+    log: SweepLog | None = None,
+    seconds: float | None = None,
+) -> Sweep | None:
     """Measure. items are decoded `batch` at a time, a domain by itself; report is told of runs done and in all.
 
+    log: where runs are written down, and what an earlier call had measured. seconds: stop after so long, between two
+    runs, and return None where some are left.
     Raises ConfigError where the engine has no drafter, or a target that takes no trees.
     """
     drafter = drafter_of(engine)
@@ -104,11 +122,23 @@ def run_sweep(
     latency = LatencyTable.from_dict(engine.stats()["latency"])
 
     def policy(spec: str) -> WidthPolicy:
-        return make_policy(spec, block_size=drafter.block_size, max_nodes=engine.config.max_nodes, latency=latency)
+        return make_policy(
+            spec,
+            block_size=drafter.block_size,
+            max_nodes=engine.config.max_nodes,
+            latency=latency,
+            record=record_of(engine),
+        )
 
+    ends = None if seconds is None else time.monotonic() + seconds
     groups = group_items(items, batch)
     joint = policy("joint")
-    prediction = _predict(engine, groups, latency, params, batch)
+    if log is not None and log.prediction is not None:
+        prediction = Prediction.from_dict(log.prediction)
+    else:
+        prediction = _predict(engine, groups, latency, params, batch)
+        if log is not None:
+            log.begin(prediction.to_dict())
     decode(engine, joint, [item.prompt for item in groups[0]], params)
 
     nodes = sorted({*widths, prediction.width, drafter.block_size - 1} - {0})
@@ -127,7 +157,15 @@ def run_sweep(
             order = list(range(len(methods)))
             random.Random(again * len(groups) + number).shuffle(order)
             for place in order:
-                runs[number][place].append(run(methods[place], [item.prompt for item in group]))
+                method = methods[place]
+                known = log.runs.get((again, number, method)) if log is not None else None
+                if known is None:
+                    if ends is not None and time.monotonic() > ends:
+                        return None
+                    known = run(method, [item.prompt for item in group])
+                    if log is not None:
+                        log.add((again, number, method), known)
+                runs[number][place].append(known)
                 done += 1
                 report(done, total)
 

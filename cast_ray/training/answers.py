@@ -1,60 +1,51 @@
 """Step 1: the target answers the prompts, and beside them prompts of its own.
 
-Work is cut into numbered shards. What a shard holds depends on its number and the settings alone, so a killed job
-redoes the shards that are missing, and a larger job goes on behind those that are there. The first ones are held out.
+Work is cut into numbered shards. A killed job redoes the shards that are missing, and a larger job goes on behind those
+that are there; the first ones are held out. Shards are filled by an engine in this process or, on Ray, by a Ray Data
+pipeline over the pool's engine actors (`answers_on_ray`); they are the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cast_ray.pool.rows import RowRequest
-from cast_ray.request import SamplingParams, derive_seed
 from cast_ray.training.config import TrainConfig
-from cast_ray.training.engines import Ask, in_order, writing_engines
-from cast_ray.training.files import shard_path, write_whole
-from cast_ray.training.prompts import TrainingPrompt, as_prompt, interleave, opening
-
-SHARD_ROWS = 64
-OPENING_TOKENS = 96
-# A turn shorter than this asks nothing.
-LEAST_CHARACTERS = 12
-LONGEST_PROMPT = 1024
+from cast_ray.training.engines import in_order, local_engine, on_ray
+from cast_ray.training.files import write_whole
+from cast_ray.training.prompts import TrainingPrompt
+from cast_ray.training.shards import SCHEMA, Answer, Plan, fill_shard
 
 Report = Callable[[str, int, int], None]  # what, done, of how many
-
-_SCHEMA = pa.schema(
-    [
-        ("name", pa.string()),
-        ("domain", pa.string()),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("token_ids", pa.list_(pa.int32())),
-        ("temperature", pa.float64()),
-    ]
-)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A prompt with its answer, as token ids. The temperature is 0 where it is greedy."""
-
-    name: str
-    domain: str
-    prompt_ids: list[int]
-    token_ids: list[int]
-    temperature: float
 
 
 def write_answers(config: TrainConfig, given: list[TrainingPrompt], tokenizer: Any, report: Report) -> None:
     """Fill `WORK/held_out` and `WORK/answers`. tokenizer: the target's."""
-    asyncio.run(_write(config, _Plan(config, given), tokenizer, report))
+    plan = Plan(config, given)
+    missing = [number for number in range(plan.total) if not plan.path(config.work_dir, number).exists()]
+    done = plan.total - len(missing)
+
+    def keep(number: int, rows: list[dict[str, Any]]) -> None:
+        nonlocal done
+        table = pa.Table.from_pylist(rows, SCHEMA)
+        write_whole(plan.path(config.work_dir, number), lambda part: pq.write_table(table, part))
+        done += 1
+        report("answers", done, plan.total)
+
+    if not missing:
+        return
+    if not on_ray(config):
+        asyncio.run(_write(config, plan, tokenizer, missing, keep))
+        return
+    from cast_ray.training.answers_on_ray import shards_on_ray  # Ray: not for a job in one process
+
+    for number, rows in shards_on_ray(config, plan, tokenizer, missing):
+        keep(number, rows)
 
 
 def read_answers(work: Path, folder: str = "answers") -> Iterator[tuple[int, list[Answer]]]:
@@ -63,87 +54,17 @@ def read_answers(work: Path, folder: str = "answers") -> Iterator[tuple[int, lis
         yield int(path.stem), [Answer(**row) for row in pq.read_table(path).to_pylist()]
 
 
-class _Plan:
-    """Which prompts each shard has.
-
-    A shard has `own_share` prompts that the target writes and the rest given ones, as long as there are any.
-    """
-
-    def __init__(self, config: TrainConfig, given: list[TrainingPrompt]) -> None:
-        self._given = interleave(given, config.seed)
-        self._given_a_shard = round(SHARD_ROWS * (1 - config.own_share)) if given else 0
-        self.held_out = -(-config.held_out // SHARD_ROWS)
-        self.total = self.held_out + -(-config.wanted_answers(len(given)) // SHARD_ROWS)
-
-    def given(self, number: int) -> list[TrainingPrompt]:
-        """Given prompts of a shard."""
-        return self._given[number * self._given_a_shard : (number + 1) * self._given_a_shard]
-
-    def own(self, number: int) -> range:
-        """Numbers of the openings from which the target writes the shard's other prompts."""
-        first = number * SHARD_ROWS
-        return range(first, first + SHARD_ROWS - len(self.given(number)))
-
-    def path(self, work: Path, number: int) -> Path:
-        return shard_path(work / ("held_out" if number < self.held_out else "answers"), number, ".parquet")
-
-
-async def _write(config: TrainConfig, plan: _Plan, tokenizer: Any, report: Report) -> None:
-    missing = [number for number in range(plan.total) if not plan.path(config.work_dir, number).exists()]
-    if not missing:
-        return
-    # Enough shards under way that none of the engines ever waits for the slowest row of one.
-    at_once = 1 + -(-2 * config.batch_size * (config.replicas or 1) // SHARD_ROWS)
-    done = plan.total - len(missing)
-    async with writing_engines(config) as ask:
+async def _write(
+    config: TrainConfig,
+    plan: Plan,
+    tokenizer: Any,
+    missing: list[int],
+    keep: Callable[[int, list[dict[str, Any]]], None],
+) -> None:
+    async with local_engine(config) as ask:
 
         async def write(index: int) -> None:
-            nonlocal done
-            number = missing[index]
-            prompts = [*plan.given(number), *await _own_prompts(config, ask, tokenizer, plan.own(number))]
-            rows = [vars(answer) for answer in await _answer(config, ask, prompts)]
-            table = pa.Table.from_pylist(rows, _SCHEMA)
-            write_whole(plan.path(config.work_dir, number), lambda part: pq.write_table(table, part))
-            done += 1
-            report("answers", done, plan.total)
+            answers = await fill_shard(config, plan, tokenizer, ask, missing[index])
+            keep(missing[index], [vars(answer) for answer in answers])
 
-        await in_order(len(missing), write, at_once)
-
-
-async def _own_prompts(config: TrainConfig, ask: Ask, tokenizer: Any, numbers: range) -> list[TrainingPrompt]:
-    """Prompts that the target writes: a user's turn, sampled from its opening."""
-    starts = [opening(tokenizer, config.seed, number) for number in numbers]
-    requests = []
-    for number, (_, _, tokens) in zip(numbers, starts, strict=True):
-        seed = derive_seed(config.seed, "written", number)
-        requests.append(RowRequest(f"own-{number}", tokens, SamplingParams(OPENING_TOKENS, temperature=1.0, seed=seed)))
-    found: dict[str, TrainingPrompt] = {}
-    for number, (domain, text, tokens), written in zip(numbers, starts, await ask(requests), strict=True):
-        # A turn that did not end by itself is no question.
-        if written is None or written.finish_reason != "stop":
-            continue
-        before = tokenizer.decode(tokens, skip_special_tokens=True)
-        whole = tokenizer.decode([*tokens, *written.token_ids], skip_special_tokens=True)
-        text = (text + whole[len(before) :]).strip()
-        if len(text) >= LEAST_CHARACTERS:
-            found.setdefault(text, TrainingPrompt(f"own-{number}", domain, as_prompt(tokenizer, text)))
-    return list(found.values())
-
-
-async def _answer(config: TrainConfig, ask: Ask, prompts: list[TrainingPrompt]) -> list[Answer]:
-    """Answers, without those whose prompt is too long to train on."""
-    requests = []
-    for item in prompts:
-        sampled = derive_seed(config.seed, "sampled", item.name) / 2**63 < config.sampled_share
-        params = SamplingParams(
-            max_tokens=config.answer_tokens,
-            temperature=config.temperature if sampled else 0.0,
-            seed=derive_seed(config.seed, "answer", item.name),
-        )
-        requests.append(RowRequest(item.name, item.prompt, params))
-    answers = []
-    for item, request, written in zip(prompts, requests, await ask(requests), strict=True):
-        if written is not None and len(written.prompt_ids) <= LONGEST_PROMPT:
-            temperature = float(request.params.temperature)
-            answers.append(Answer(item.name, item.domain, written.prompt_ids, written.token_ids, temperature))
-    return answers
+        await in_order(len(missing), write, plan.at_once(config.batch_size))

@@ -49,10 +49,10 @@ class TrainConfig(Settings):
 
     steps: int | None = Field(None, ge=1, description="optimiser steps in all")
     minutes: float | None = Field(None, gt=0, description="minutes to train for in this run")
-    sequences: int = Field(8, ge=1, description="answers of one step")
-    anchors: int = Field(48, ge=1, description="blocks drawn from each of them")
+    sequences: int = Field(4, ge=1, description="answers of one step")
+    anchors: int = Field(32, ge=1, description="blocks drawn from each of them")
     learning_rate: float = Field(5e-3, gt=0, description="Muon's, for matrices; AdamW takes a tenth for the norms")
-    warmup: int = Field(40, ge=0, description="steps until the full learning rate")
+    warmup: int = Field(10, ge=0, description="steps until the full learning rate")
     decay_share: float = Field(0.25, ge=0, le=1, description="share at the end over which it falls to zero")
     weight_decay: float = Field(0.1, ge=0, description="of the matrices")
     depth_decay: float = Field(4.0, gt=0, description="loss weight of depth d is exp(-(d-1)/this)")

@@ -20,11 +20,11 @@ from cast_ray.models.families import check_family
 from cast_ray.models.fused import speed_up
 from cast_ray.models.loading import LoadedTarget, load_target
 from cast_ray.models.target import ATTENTION_NAME
-from cast_ray.training.answers import Answer, read_answers, write_answers
+from cast_ray.training.answers import read_answers, write_answers
 from cast_ray.training.batches import Sequences, draft_vocabulary
 from cast_ray.training.config import TrainConfig
 from cast_ray.training.drafter_config import drafter_config, lent, write_config
-from cast_ray.training.evaluate import evaluate
+from cast_ray.training.evaluate import evaluate, record
 from cast_ray.training.export import export, write_card
 from cast_ray.training.features import TOKENS, claim_features, write_features
 from cast_ray.training.files import read_json, sweep_parts, write_json
@@ -32,6 +32,7 @@ from cast_ray.training.loop import Frozen, fresh_state, train
 from cast_ray.training.progress import TrainingProgress, step_report
 from cast_ray.training.prompts import read_prompts
 from cast_ray.training.reliability import chain_reliability
+from cast_ray.training.shards import Answer
 from cast_ray.training.start import check_start, start_from
 
 
@@ -62,7 +63,7 @@ def run_training(config: TrainConfig, console: Console | None = None) -> Path:
     seen = {token for _, part in answers for a in part for token in (*a.prompt_ids, *a.token_ids)}
     draft = write_config(config, loaded, seen, work / "training")
     raw = read_json(work / "training" / "config.json")
-    record = pair_record(raw, loaded)
+    pair = pair_record(raw, loaded)
     speed_up(loaded.model)  # last of all that reads the plain weights is their record
     sequences = _features(config, loaded, taps, answers, work / "features", console)
     if not len(sequences):
@@ -83,7 +84,7 @@ def run_training(config: TrainConfig, console: Console | None = None) -> Path:
     with TrainingProgress(console, config) as progress:
         train(config, draft, state, sequences, frozen, dtype, progress.step)
 
-    export(state, {**raw, RECORD: record}, vocabulary, config.output_dir)
+    export(state, {**raw, RECORD: pair}, vocabulary, config.output_dir)
     progress.plot(state, config.output_dir)
     facts = {
         "target": config.target,
@@ -102,6 +103,7 @@ def run_training(config: TrainConfig, console: Console | None = None) -> Path:
         found["reliability"] = chain_reliability(config, draft, state, unseen, frozen, dtype)
         write_json(config.output_dir / "evaluation.json", {"step": state.step, **found})
         write_card({**facts, "evaluation": found}, config.output_dir)
+        record(config, prompts, config.output_dir, step_report(console))
     console.print(f"the drafter is in {config.output_dir}", highlight=False, soft_wrap=True)
     return config.output_dir
 

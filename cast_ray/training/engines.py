@@ -14,10 +14,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cast_ray.config import EngineConfig, PoolConfig
+from cast_ray.config import EngineConfig
 from cast_ray.engine.async_engine import AsyncEngine
 from cast_ray.pool.actor import EngineActor
-from cast_ray.pool.cluster import ray_cluster
 from cast_ray.pool.rows import RowAnswer, RowRequest
 from cast_ray.request import Completion, Prompt, SamplingParams
 from cast_ray.training.config import TrainConfig
@@ -58,13 +57,14 @@ class TokenEngine:
         self._engine.close()
 
 
-@asynccontextmanager
-async def writing_engines(config: TrainConfig) -> AsyncIterator[Ask]:
-    """Engines that answer without a drafter: in this process, or `replicas` actors on the Ray cluster.
+def on_ray(config: TrainConfig) -> bool:
+    """Whether answers are written by actors on Ray: where replicas are asked for, or a cluster is named."""
+    return config.replicas is not None or bool(os.environ.get("RAY_ADDRESS"))
 
-    Batches keep a device busy by themselves, and no drafter is there yet.
-    """
-    engine = EngineConfig(
+
+def writing_engine(config: TrainConfig) -> EngineConfig:
+    """Engines that answer have no drafter: there is none yet, and batches keep a device busy by themselves."""
+    return EngineConfig(
         target=config.target,
         drafter="none",
         width="ar",
@@ -73,21 +73,21 @@ async def writing_engines(config: TrainConfig) -> AsyncIterator[Ask]:
         threads=config.threads,
         max_batch_size=config.batch_size,
     )
-    if config.replicas is None and not os.environ.get("RAY_ADDRESS"):
-        actor = EngineActor("engine-0", engine, TokenEngine)
-        try:
-            yield _asking(actor.generate_batch)
-        finally:
-            await actor.close()
-        return
-    from cast_ray.pool.client import PoolClient
-    from cast_ray.pool.pool import EnginePool
-
-    with ray_cluster(), EnginePool(engine, PoolConfig(replicas=config.replicas), TokenEngine) as pool:
-        yield _asking(PoolClient(pool.members).generate)
 
 
-def _asking(generate: Callable[[list[RowRequest]], Awaitable[list[RowAnswer]]]) -> Ask:
+@asynccontextmanager
+async def local_engine(config: TrainConfig) -> AsyncIterator[Ask]:
+    """An engine in this process."""
+    actor = EngineActor("engine-0", writing_engine(config), TokenEngine)
+    try:
+        yield asking(actor.generate_batch)
+    finally:
+        await actor.close()
+
+
+def asking(generate: Callable[[list[RowRequest]], Awaitable[list[RowAnswer]]]) -> Ask:
+    """`generate` of an engine or a pool of `TokenEngine`s, with token ids for text."""
+
     async def ask(rows: list[RowRequest]) -> list[Written | None]:
         return [_written(answer) for answer in await generate(rows)]
 

@@ -9,8 +9,10 @@ from typing import Any
 from cast_ray.config import EngineConfig
 from cast_ray.engine.engine import Engine
 from cast_ray.request import Completion, SamplingParams
-from cast_ray.training.answers import Answer, Report
+from cast_ray.stats.drafter_record import record_acceptance
+from cast_ray.training.answers import Report
 from cast_ray.training.config import TrainConfig
+from cast_ray.training.shards import Answer
 
 WIDTHS = (7, 15, 31, 63)
 EVALUATION_TOKENS = 64
@@ -19,6 +21,8 @@ BATCH = 8
 
 def evaluate(config: TrainConfig, held_out: list[Answer], drafter: Path, report: Report) -> dict[str, Any]:
     """Mean round length, all tokens over all rounds, by domain and width, greedy.
+
+    The same prompts' acceptance by depth and mass goes into the drafter's `config.json`, for engines to start from.
 
     drafter: its exported folder. Returns plain values: widths, prompts, max_tokens and round_length.
     """
@@ -32,12 +36,23 @@ def evaluate(config: TrainConfig, held_out: list[Answer], drafter: Path, report:
         for domain, group in _by_domain(held_out, completions).items():
             lengths[domain][width] = _round_length(group)
         report("evaluation", number + 1, len(widths))
+    unseen = [list(item.prompt_ids) for item in held_out]
+    record_acceptance(_engine_config(config, drafter, "chain"), unseen, EVALUATION_TOKENS, report)
     return {
         "widths": widths,
         "prompts": len(held_out),
         "max_tokens": EVALUATION_TOKENS,
         "round_length": dict(lengths),
     }
+
+
+def record(config: TrainConfig, held_out: list[Answer], drafter: Path, report: Report) -> None:
+    """Measure what is accepted of the drafter's masses, greedy and sampled, and keep it in the folder's config.json.
+
+    Engines start from it in place of believing the masses.
+    """
+    prompts = [list(item.prompt_ids) for item in held_out]
+    record_acceptance(_engine_config(config, drafter, "chain"), prompts, EVALUATION_TOKENS, report)
 
 
 def _engine_config(config: TrainConfig, drafter: Path, width: str) -> EngineConfig:

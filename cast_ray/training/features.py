@@ -21,8 +21,9 @@ from cast_ray.models.attention.sdpa import SdpaBackend
 from cast_ray.models.flatten import PromptChunk, make_step
 from cast_ray.models.loading import LoadedTarget
 from cast_ray.models.target import Target
-from cast_ray.training.answers import SHARD_ROWS, Answer, Report
+from cast_ray.training.answers import Report
 from cast_ray.training.files import read_json, shard_path, write_json, write_whole
+from cast_ray.training.shards import SHARD_ROWS, Answer
 
 PAGE = 16
 FORWARD_TOKENS = 1536

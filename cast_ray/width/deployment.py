@@ -11,6 +11,7 @@ from cast_ray.width.cost import CONTEXT_BUCKET
 from cast_ray.width.gain import RoundLengthEstimate
 from cast_ray.width.host import accepted_nodes, read_tree
 from cast_ray.width.latency import LatencyTable
+from cast_ray.width.prior import AcceptanceRecord
 from cast_ray.width.reliability import Reliability
 from cast_ray.width.shape import RoundShape, RoundTimes
 
@@ -32,10 +33,10 @@ class DeploymentWidth:
     name = "deployment"
     branching = True
 
-    def __init__(self, max_nodes: int, latency: LatencyTable) -> None:
+    def __init__(self, max_nodes: int, latency: LatencyTable, record: AcceptanceRecord | None = None) -> None:
         self.max_nodes = max_nodes
         self.estimate = RoundLengthEstimate()
-        self.reliability = Reliability()
+        self.reliability = Reliability(record)
         self._latency = latency
         self._settle_at = CALIBRATION_ROUNDS
         self._round_lengths: np.ndarray | None = None  # R(0..max_nodes) once calibrated

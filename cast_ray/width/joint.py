@@ -6,6 +6,7 @@ the choice itself (`merge`). Here they meet.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,15 @@ import torch
 from torch import Tensor
 
 from cast_ray.trees.accept import Accepted
+from cast_ray.trees.merge import Offer
 from cast_ray.trees.tree import CandidateTree
 from cast_ray.width.cost import RoundCost
 from cast_ray.width.curve import Array
 from cast_ray.width.gate import DraftGate
-from cast_ray.width.host import HostTree, accepted_nodes, read_tree
+from cast_ray.width.host import OF_OTHERS, HostTree, accepted_nodes, read_tree
 from cast_ray.width.latency import LatencyTable
 from cast_ray.width.merge import Choice, merge
+from cast_ray.width.prior import AcceptanceRecord
 from cast_ray.width.reliability import Reliability
 from cast_ray.width.shape import RoundShape, RoundTimes
 
@@ -35,37 +38,42 @@ class JointWidth:
     """The widths that maximise expected tokens minus time at its price, over all requests of a round together.
 
     The price of a ms is the long-run rate at this load, the fixed point over recent drafts (`gate.Outlook.rate`).
+    record: see `Reliability`.
     """
 
     name = "joint"
     branching = True
 
-    def __init__(self, max_nodes: int, latency: LatencyTable) -> None:
+    def __init__(self, max_nodes: int, latency: LatencyTable, record: AcceptanceRecord | None = None) -> None:
         self.max_nodes = max_nodes
         self.cost = RoundCost(latency, max_nodes)
-        self.reliability = Reliability()
+        self.reliability = Reliability(record)
         self.gate = DraftGate(self.cost, max_nodes)
         # Of the round under way: read and decided in `choose`, learnt from in `observe` and `timed`.
         self._tree: HostTree | None = None
         self._expected: Array = np.zeros((0, 0))
         self._choice: Choice | None = None
+        self._offer: Offer | None = None
         self._rounds = {"drafted": 0, "plain": 0}
         self._recent: dict[int, dict[str, float]] = {}  # by batch
 
     def drafts(self, shape: RoundShape) -> bool:
-        return self.gate.drafts(shape)
+        self._offer = self._believed(shape)
+        return self.gate.drafts(replace(shape, offer=self._offer))
 
     def choose(self, tree: CandidateTree, shape: RoundShape) -> Tensor:
-        self._tree = read_tree(tree, shape.temperatures) if shape.drafted else None
-        if self._tree is None:
-            # At hand without drafting: whoever offers them says what they are worth.
-            masses, counts = tree.masses.cpu().numpy().astype(np.float64), tree.counts.cpu().numpy()
+        self._tree = read_tree(tree, shape.temperatures)
+        masses, counts = self.reliability.calibrate(self._tree), self._tree.counts
+        self._expected = masses
+        if self._offer is None:  # where there is no drafter nobody asked whether to draft
+            self._offer = self._believed(shape)
+        if not shape.drafted:
+            # At hand without drafting: nothing has to be verified only to be learnt of.
+            masses = self._expected = np.minimum(masses, self._tree.masses)
             ms = self.cost.offered_ms(shape)[: masses.size + 1]
             rate = self.gate.outlook(shape).rate
             self._choice = merge(masses[None], counts[None], self.cost.prices(shape), ms, rate)
             return torch.from_numpy(self._choice.widths[0])
-        masses, counts = self.reliability.calibrate(self._tree), self._tree.counts
-        self._expected = masses
         self._remember(self._tree, masses)
         ms, prices = self.cost.drafted_ms(shape)[: masses.size + 1], self.cost.prices(shape)
         rate = self.gate.outlook(shape).rate
@@ -92,7 +100,8 @@ class JointWidth:
         self._choice = self._tree = None
         gain = float(choice.gain[0]) if choice else 0.0
         self._note(times, gain, int(choice.nodes[0]) if choice else 0)
-        self.gate.note_offer(times.shape)
+        self.gate.note_offer(replace(times.shape, offer=self._offer))
+        self._offer = None
         self.gate.account(times, gain)
         self.cost.observe(times)
 
@@ -114,6 +123,18 @@ class JointWidth:
             "latency_correction": self.cost.report(),
             "chosen": chosen,
         }
+
+    def _believed(self, shape: RoundShape) -> Offer | None:
+        """The offer with the masses that its like has earned: those that were chosen are those that promised most, and
+        so disappoint most."""
+        offer = shape.offer
+        if offer is None or not offer.masses.size:
+            return offer
+        warmth = None if shape.temperatures is None else shape.temperatures.cpu().numpy().astype(np.float64)
+        kinds = np.full(offer.masses.shape, OF_OTHERS)
+        tree = HostTree(offer.masses, offer.parents, offer.depths, offer.counts, warmth, kinds)
+        masses = np.minimum(self.reliability.calibrate(tree), offer.masses)
+        return replace(offer, masses=np.minimum.accumulate(masses, axis=1))
 
     def _remember(self, tree: HostTree, masses: Array) -> None:
         """What the drafter alone promised: whether to draft is judged by that."""

@@ -19,6 +19,7 @@ from cast_ray.width.deployment import DeploymentWidth
 from cast_ray.width.fixed import FixedWidth
 from cast_ray.width.joint import JointWidth
 from cast_ray.width.latency import LatencyTable
+from cast_ray.width.prior import AcceptanceRecord
 from cast_ray.width.shape import RoundShape, RoundTimes
 
 
@@ -67,9 +68,9 @@ class WidthPolicy(Protocol):
         ...
 
 
-MEASURING: dict[str, Callable[[int, LatencyTable], WidthPolicy]] = {
+MEASURING: dict[str, Callable[[int, LatencyTable, AcceptanceRecord | None], WidthPolicy]] = {
     "deployment": DeploymentWidth,
-    "round": RoundWidth,
+    "round": lambda max_nodes, latency, _: RoundWidth(max_nodes, latency),
     "joint": JointWidth,
 }
 
@@ -79,12 +80,20 @@ def needs_latency(spec: str) -> bool:
     return spec in MEASURING
 
 
-def make_policy(spec: str, *, block_size: int | None, max_nodes: int, latency: LatencyTable | None) -> WidthPolicy:
+def make_policy(
+    spec: str,
+    *,
+    block_size: int | None,
+    max_nodes: int,
+    latency: LatencyTable | None,
+    record: AcceptanceRecord | None = None,
+) -> WidthPolicy:
     """The policy of a `width` setting.
 
     block_size: positions of the drafter's block, root included; None without a drafter.
     max_nodes: the widest tree allowed; the chain is cut to it.
     latency: this device's table; `deployment`, `round` and `joint` need it.
+    record: what the drafter's folder says of its masses; rules that learn them start from it.
     Raises ConfigError when the spec is unknown, out of range, or needs what is missing.
     """
     check_width(spec, max_nodes)
@@ -104,4 +113,4 @@ def make_policy(spec: str, *, block_size: int | None, max_nodes: int, latency: L
     if not latency.draft:
         remedy = "Measure again with the drafter loaded"
         raise ConfigError(describe("width", spec, "needs a latency table that holds the drafter's time", remedy))
-    return MEASURING[kind](max_nodes, latency)
+    return MEASURING[kind](max_nodes, latency, record)

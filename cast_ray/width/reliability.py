@@ -5,13 +5,16 @@ The masses that come out are what a node is expected to bring. What they are wor
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cast_ray.width.curve import Array, pool_adjacent
-from cast_ray.width.host import KINDS, HostTree, Whole
+from cast_ray.width.host import KINDS, OF_DRAFTER, HostTree, Whole
+
+if TYPE_CHECKING:
+    from cast_ray.width.prior import AcceptanceRecord
 
 # Classes of temperature: greedy, then up to each of these, then above.
 WARMTHS = np.array([0.0, 0.5, 1.0])
@@ -30,6 +33,8 @@ FIRST_LOOKS, LOOK_EVERY = 8, 8
 # at some than at others. A window of this size holds about a thousand accepted nodes.
 HALF_LIFE = 384.0
 RATIO_LIMITS = (1e-3, 8.0)
+# Request-rounds of its own that a drafter's record is worth at most: where it is wrong here, it is outweighed soon.
+RECORD_ROUNDS = 32.0
 # How far a look at the outcome moves the steering, of what it was off by, and how far it goes (powers of two).
 STEERING, STEERING_LIMITS = 0.3, (-6.0, 1.0)
 
@@ -44,9 +49,12 @@ class Reliability:
 
     Then families are cut to what their parents have, which takes away and never adds. So the ratios of each depth are
     steered by a factor until what comes out, cut and all, is what is accepted.
+
+    record: what the drafter's folder says was accepted of it elsewhere. It counts like a few rounds of its own, which
+    fade as others do; without one, masses are believed until rounds say otherwise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, record: AcceptanceRecord | None = None) -> None:
         self._counts = np.zeros((3, RECORDS, DEPTHS, MASSES))  # promised, accepted, nodes verified
         self._fresh = np.zeros((3, self._counts[0].size))
         self._fresh_requests = np.zeros((KINDS, len(WARMTHS) + 1))
@@ -56,6 +64,12 @@ class Reliability:
         self._log_ratios: Array | None = None  # of every class, base 2, flat
         self.request_rounds = 0
         self._promised = self._expected = self._accepted = 0.0
+        self._recorded = np.zeros((2, RECORDS, DEPTHS, MASSES))  # promised, accepted
+        if record is not None:
+            for warmth, rounds in record.rounds.items():
+                sums = np.stack([record.promised[warmth], record.accepted[warmth]])
+                self._recorded[:, OF_DRAFTER * (len(WARMTHS) + 1) + warmth] = min(rounds, RECORD_ROUNDS) * sums
+            self._make_ratios()
 
     def calibrate(self, tree: HostTree) -> Array:
         """[B, N], the acceptance to be expected of each node; 0 where there is none.
@@ -81,8 +95,7 @@ class Reliability:
         if batch == 0 or nodes == 0:
             return
         verified = np.arange(nodes) < np.minimum(widths, tree.counts)[:, None]
-        place = np.minimum(-2 * np.log2(np.maximum(tree.masses, 1e-30)), MASSES - 1).astype(np.int64)
-        index, masses = (_class_of(tree) + place)[verified], tree.masses[verified]
+        index, masses = (_class_of(tree) + class_of_mass(tree.masses))[verified], tree.masses[verified]
         size = self._fresh.shape[1]
         hits = accepted[verified]
         self._fresh[0] += np.bincount(index, masses, size)
@@ -95,10 +108,13 @@ class Reliability:
         self._expected += float(expected[verified].sum())
         self._accepted += int(hits.sum())
         self.request_rounds += batch
+        # A kind that has no part in a round does not fade with it: the drafter's, while others' candidates do.
+        kinds = [OF_DRAFTER] if tree.kinds is None else np.unique(tree.kinds[verified])
         if tree.warmth is None:
-            self._fresh_requests[:, 0] += batch
+            self._fresh_requests[kinds, 0] += batch
         else:
-            self._fresh_requests += np.bincount(np.searchsorted(WARMTHS, tree.warmth), minlength=len(WARMTHS) + 1)
+            warmths = np.bincount(np.searchsorted(WARMTHS, tree.warmth), minlength=len(WARMTHS) + 1)
+            self._fresh_requests[kinds] += warmths
         self._rounds += 1
         if self._rounds <= FIRST_LOOKS or self._rounds % LOOK_EVERY == 0:
             self._take_in()
@@ -129,7 +145,9 @@ class Reliability:
         }
 
     def _take_in(self) -> None:
-        self._counts *= (0.5 ** (self._fresh_requests.reshape(-1) / HALF_LIFE))[:, None, None]
+        fade = (0.5 ** (self._fresh_requests.reshape(-1) / HALF_LIFE))[:, None, None]
+        self._counts *= fade
+        self._recorded *= fade
         self._counts += self._fresh.reshape(self._counts.shape)
         self._fresh[:] = 0.0
         self._fresh_requests[:] = 0.0
@@ -137,13 +155,21 @@ class Reliability:
         off = np.log2((accepted + PRIOR) / (expected + PRIOR))
         self._steering = np.clip(self._steering + STEERING * off, *STEERING_LIMITS)
         self._outcome[:] = 0.0
-        promised, hits = self._counts[:2].reshape(2, KINDS, -1, DEPTHS, MASSES)
+        self._make_ratios()
+
+    def _make_ratios(self) -> None:
+        promised, hits = (self._counts[:2] + self._recorded).reshape(2, KINDS, -1, DEPTHS, MASSES)
         ratios = np.ones_like(promised)
         for kind in range(KINDS):
             if promised[kind].any():
                 ratios[kind] = _ratios(promised[kind], hits[kind])
         log_ratios = np.log2(ratios).reshape(self._counts[0].shape) + self._steering[:, :, None]
         self._log_ratios = log_ratios.flatten()
+
+
+def class_of_mass(masses: Array) -> Whole:
+    """Which half octave below 1 each mass lies in, any shape; the last holds all that is lighter."""
+    return np.minimum(-2 * np.log2(np.maximum(masses, 1e-30)), MASSES - 1).astype(np.int64)
 
 
 def _class_of(tree: HostTree) -> Whole:

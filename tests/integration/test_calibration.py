@@ -18,11 +18,14 @@ from typer.testing import CliRunner
 from cast_ray import Engine, EngineConfig, SamplingParams
 from cast_ray.cli import app
 from cast_ray.drafters.checkpoint import find_drafter
-from cast_ray.drafters.pair import RECORD, pair_record
+from cast_ray.drafters.dflash import DFlashDrafter
+from cast_ray.drafters.pair import ACCEPTANCE, RECORD, pair_record, recorded_acceptance
 from cast_ray.errors import ConfigError
 from cast_ray.models.loading import load_target
-from cast_ray.stats.acceptance import drafter_of
+from cast_ray.stats import sweep as sweep_module
+from cast_ray.stats.acceptance import drafter_of, record_of
 from cast_ray.stats.plots import require_matplotlib
+from cast_ray.stats.sweep_log import SweepLog
 from cast_ray.trees.pack import DraftScores
 from tests.support import qwen3, save_tiny_drafter, save_tiny_model
 
@@ -110,6 +113,53 @@ def test_sweep_prints_the_papers_tables_and_writes_them(
     assert {line.split(",")[4] for line in runs[1:]} == {"12.0"}
 
 
+def test_a_sweep_that_was_stopped_goes_on(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAST_RAY_PROFILE_DIR", str(tmp_path / "profiles"))
+    options = ["--prompts", str(pair / "prompts.jsonl"), "--count", "1", "--max-tokens", "8", "--widths", "0,3,7"]
+    options += ["--output", str(tmp_path / "sweep")]
+    decoded: list[str] = []
+    decode = sweep_module.decode
+
+    def counting(engine: Engine, policy: Any, *rest: Any) -> Any:
+        decoded.append(policy.name)
+        if len(decoded) == 6:
+            raise KeyboardInterrupt
+        return decode(engine, policy, *rest)
+
+    monkeypatch.setattr(sweep_module, "decode", counting)
+    CliRunner().invoke(app, ["sweep", "--target", str(pair / "target"), "--drafter", str(pair / "drafter"), *options])
+    log = tmp_path / "sweep" / "progress.jsonl"
+    kept = log.read_text().splitlines()
+    assert len(kept) > 2
+    with pytest.raises(ConfigError, match="unfinished sweep with another max_tokens"):
+        SweepLog(tmp_path / "sweep", {**json.loads(kept[0])["about"], "max_tokens": 9})
+    # A line that was cut while it was written is measured again.
+    log.write_text("\n".join([*kept[:-1], kept[-1][:9]]))
+    decoded.clear()
+    decoded += ["more"] * 10  # so that nothing interrupts
+    text = CliRunner().invoke(
+        app, ["sweep", "--target", str(pair / "target"), "--drafter", str(pair / "drafter"), *options]
+    )
+    assert text.exit_code == 0, text.output + str(text.exception)
+    assert not log.exists()
+    runs = [line.split(",") for line in (tmp_path / "sweep" / "runs.csv").read_text().splitlines()[1:]]
+    # What was measured once is not measured again: one warm-up and the runs that were left.
+    assert len(decoded) - 10 == 1 + len(runs) - (len(kept) - 2)
+    first = json.loads(kept[1])
+    (same,) = [run for run in runs if [int(run[0]), run[2]] == first["place"][1:]]
+    assert float(same[3]) == first["run"]["ms"]
+
+
+def test_a_sweep_of_some_minutes_says_how_to_go_on(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAST_RAY_PROFILE_DIR", str(tmp_path / "profiles"))
+    run_sweep = sweep_module.run_sweep
+    monkeypatch.setattr(sweep_module, "run_sweep", lambda *a, **more: run_sweep(*a, **{**more, "seconds": -1.0}))
+    options = ["--prompts", str(pair / "prompts.jsonl"), "--count", "1", "--max-tokens", "8", "--widths", "0,3,7"]
+    text = call(pair, "sweep", *options, "--minutes", "3", "--output", str(tmp_path / "sweep"))
+    assert "the same command goes on" in text
+    assert {path.name for path in (tmp_path / "sweep").iterdir()} == {"progress.jsonl"}
+
+
 @pytest.mark.parametrize("widths", ["", "0", "3,x", "-1,3"])
 def test_widths_that_are_none_are_named(pair: Path, widths: str) -> None:
     result = CliRunner().invoke(app, ["sweep", "--widths", widths])
@@ -123,6 +173,61 @@ def test_explain_draws_the_round(pair: Path) -> None:
     assert "(root)" in text
     assert "committed" in text
     assert "chain" in text
+
+
+@pytest.mark.parametrize("step", [-1, 0, 1])
+def test_check_drafter_finds_shifted_positions_by_the_record(
+    pair: Path, tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(pair / "drafter", tmp_path / "recorded")
+    options = ["--prompts", str(pair / "prompts.jsonl"), "--count", "1", "--max-tokens", "8"]
+    call(pair, "check-drafter", *options, "--record", drafter=copy)
+    observe = DFlashDrafter.observe
+    monkeypatch.setattr(DFlashDrafter, "observe", lambda self, f, slots, at: observe(self, f, slots, at + step))
+    text = " ".join(call(pair, "check-drafter", *options, drafter=copy).split())
+    assert ("off those that were recorded" in text) == (step != 0)
+
+
+@pytest.mark.parametrize("more", ["", "{}+"])
+def test_explain_tells_what_was_looked_up(pair: Path, more: str) -> None:
+    drafter = Path(f"{more.format(pair / 'drafter')}lookup")
+    options = ["--raw", "--width", "fixed:15", "--round", "3", "--max-tokens", "24"]
+    text = call(pair, "explain", "t1 t2 t3 t4 t1 t2 t3 t4 t1 t2 t3", *options, drafter=drafter)
+    assert "Round 3" in text
+    assert "prompt" in text or "output" in text
+    assert ("drafter" in text) == bool(more)
+
+
+def test_check_drafter_writes_what_is_accepted_and_engines_start_from_it(pair: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(pair / "drafter", tmp_path / "recorded")
+    before = json.loads((copy / "config.json").read_text())
+    options = ["--prompts", str(pair / "prompts.jsonl"), "--count", "2", "--max-tokens", "24", "--record"]
+    text = call(pair, "check-drafter", *options, drafter=copy)
+    assert "greedy" in text
+    assert str(copy / "config.json") in text.replace("\n", "")
+    after = json.loads((copy / "config.json").read_text())
+    acceptance = after[RECORD].pop(ACCEPTANCE)
+    assert len(after[RECORD].pop("signature")["masses"]) == 24
+    assert after == before
+    assert [part["temperature_up_to"] for part in acceptance["by_temperature"]] == [0.0, 1.0]
+    assert acceptance["by_temperature"][0]["rounds"] > 20
+    models = {"target": str(pair / "target"), "drafter": str(copy)}
+    engine = Engine(EngineConfig(**models, width="chain", dtype="float32", device="cpu", max_batch_size=4))
+    record = record_of(engine)
+    assert record is not None
+    assert record.rounds[0] == acceptance["by_temperature"][0]["rounds"]
+    plain = Engine(EngineConfig(**{**models, "drafter": str(pair / "drafter")}, width="chain", device="cpu"))
+    assert record_of(plain) is None
+
+
+def test_a_damaged_record_is_named_and_ignored(pair: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    copy = shutil.copytree(pair / "drafter", tmp_path / "damaged")
+    raw = json.loads((copy / "config.json").read_text())
+    raw[RECORD][ACCEPTANCE] = {"nodes": "many"}
+    (copy / "config.json").write_text(json.dumps(raw))
+    assert recorded_acceptance(copy) is None
+    assert "reliability is ignored" in caplog.text
+    assert "nodes" in caplog.text
 
 
 def test_check_drafter_names_layers_that_differ_from_the_record(pair: Path, tmp_path: Path) -> None:

@@ -54,8 +54,8 @@ def test_without_a_drafter_batches_are_compared(pair: Path) -> None:
 def test_another_output_is_a_failure_that_says_where(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choose = emission.choose_tokens
 
-    def wrong_in_trees(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return choose(logits.roll(1, dims=-1) if logits.shape[0] > 3 else logits, *rest)
+    def wrong_in_trees(logits: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        return choose(logits.roll(1, dims=-1) if logits.shape[0] > 3 else logits, *rest, **more)
 
     monkeypatch.setattr(emission, "choose_tokens", wrong_in_trees)
     result = call(pair, "--widths", "fixed:7")

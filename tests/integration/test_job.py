@@ -19,7 +19,7 @@ from rich.console import Console
 from cast_ray.batch.driver import JobConfig, run_job
 from cast_ray.batch.pipeline import build_pipeline
 from cast_ray.config import BatchConfig
-from cast_ray.errors import EngineError, InputError, ModelError
+from cast_ray.errors import DrafterError, EngineError, InputError, ModelError
 from tests.fake_engine import FakeEngine
 from tests.jobs import read_output, run, write_jsonl
 from tests.support import qwen3, save_tiny_model
@@ -54,6 +54,14 @@ def test_rows_without_ids_get_row_ids_in_the_order_of_the_input(tmp_path: Path) 
 
     written.sort(key=lambda row: row["row_id"])
     assert [row["prompt"] for row in written] == [f"{part} {index}" for part in range(2) for index in range(30)]
+
+
+def test_a_run_in_which_no_row_is_answered_names_no_speed(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"id": index, "prompt": "reject"} for index in range(4)])
+    summary, _ = run(source, tmp_path / "out")
+    assert (summary["failed"], summary["rows_now"], summary["tokens_per_s"]) == (4, 4, None)
+    # And of those that are left of a longer job, when nothing is left.
+    assert run(source, tmp_path / "out")[0]["tokens_per_s"] is None
 
 
 def test_a_row_that_kills_its_engine_is_given_up_and_its_neighbours_are_answered(tmp_path: Path) -> None:
@@ -239,8 +247,22 @@ def test_a_dry_run_shows_the_prompt_and_starts_nothing(tmp_path: Path, monkeypat
 
     assert (plan["rows"], plan["left_to_do"], plan["first_row"], plan["prompt"]) == (2, 2, "2", "t3 t5 t6")
     assert plan["prompt_tokens"] == 3
-    assert "Prompt of row 2 (3 tokens):\nt3 t5 t6" in console.file.getvalue()
+    shown = console.file.getvalue()
+    assert "Prompt of row 2 (3 tokens):\nt3 t5 t6" in shown
+    assert f"  target           {target} (qwen3, " in shown
+    assert "  drafter          none\n  width            ar, and not joint\n" in shown
+    assert "  warning          no drafter is known for target" in shown
+    assert "  sampling         max_tokens: 256, temperature: 0.0, seed: 0, n: 1\n" in shown
+    assert not set("[]{}'").intersection(shown.partition("Prompt of row")[0].replace(f"'{target}'", ""))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_refuses_a_drafter_that_is_not_there(tmp_path: Path) -> None:
+    target = save_tiny_model(tmp_path / "model", qwen3())
+    source = write_jsonl(tmp_path / "in.jsonl", [{"id": 1, "prompt": "t5 t6"}])
+    absent = str(tmp_path / "absent")
+    with pytest.raises(DrafterError, match=f"drafter='{absent}': is no folder. Give a DFlash folder"):
+        run_job(JobConfig(input=str(source), dry_run=True, engine={"target": str(target), "drafter": absent}))
 
 
 def test_a_pipeline_answers_any_dataset_between_pre_and_postprocess() -> None:

@@ -14,6 +14,7 @@ from cast_ray.drafters.checkpoint import find_drafter
 from cast_ray.drafters.dflash import DFlashDrafter
 from cast_ray.stats.pair_check import check_pair_by_decoding
 from cast_ray.stats.positions import ShiftGain, compare_shifts
+from cast_ray.stats.signature import SAME, Signature, read_signature
 from tests.support import qwen3, save_tiny_drafter, save_tiny_model, tiny_engine, tiny_prompts
 
 
@@ -67,6 +68,30 @@ def test_the_embedded_drafter_with_positions_off_by_one_is_told(step: int, monke
     back, on = compare_shifts(Engine(config), find_drafter("embedded"), prompts, params)
     assert back.better == (step == 1)
     assert not on.better
+
+
+@pytest.mark.slow
+def test_the_embedded_drafters_signature_tells_positions_off_by_one_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that by -1, which costs too little to be seen in acceptance; and rounding in 16 bits is not taken for it."""
+    prompt = load_prompts(None, 1)[0].prompt
+
+    def signature(step: int, dtype: str = "float32") -> Signature:
+        with monkeypatch.context() as patched:
+            shift_positions(patched, step)
+            engine = Engine(EngineConfig(dtype=dtype, device="cpu", width="chain", prefix_cache=False))
+            return read_signature(engine, engine.render(prompt))
+
+    right = signature(0)
+
+    def off(other: Signature) -> float:
+        found = right.off(other)
+        assert found is not None
+        return found
+
+    assert off(signature(0)) == pytest.approx(0, abs=1e-3)
+    assert off(signature(-1)) > SAME
+    assert off(signature(1)) > SAME
+    assert off(signature(0, "bfloat16")) < SAME
 
 
 def test_check_drafter_says_that_a_drafter_knows_more_at_other_positions(

@@ -22,6 +22,7 @@ from transformers import Gemma3TextConfig
 
 from cast_ray.config import EngineConfig
 from cast_ray.drafters.checkpoint import read_config
+from cast_ray.drafters.pair import recorded_acceptance
 from cast_ray.engine.engine import Engine
 from cast_ray.errors import ConfigError, InputError
 from cast_ray.request import SamplingParams
@@ -89,6 +90,8 @@ def test_the_export_drafts_here_and_loads_in_the_public_package(
     pair = json.loads((folder / "config.json").read_text())["cast_ray_pair"]
     assert pair["target"] == str(target)
     assert pair["target_layer_ids"] == [0, 1, 2]
+    measured = recorded_acceptance(folder)
+    assert measured is not None
     card = (folder / "README.md").read_text()
     assert "| all |" in card
     assert "| 3 |" in card  # reliability at the deepest depth
@@ -179,6 +182,25 @@ def _assert_same(work: Path, other: Path) -> None:
             torch.testing.assert_close(ours[name], theirs[name], atol=0.0, rtol=0.0, msg=f"{path.name}: {name}")
 
 
+def test_a_job_killed_while_actors_on_ray_answer_ends_with_the_same_answers(
+    target: Path, prompts: Path, tmp_path: Path, unbroken: Path
+) -> None:
+    work = tmp_path / "work"
+    job = subprocess.Popen([*_command(target, prompts, work), "--replicas", "2"], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 180
+        while not list(work.glob("*/*.parquet")):
+            assert job.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)  # its own cluster goes with it
+        job.wait()
+    assert not (work / "features").exists(), "it was killed too late to show anything"
+    subprocess.run(_command(target, prompts, work), check=True, capture_output=True)
+    _assert_same(work, unbroken)
+
+
 def test_a_longer_run_goes_on_from_before_the_rate_fell(target: Path, prompts: Path, tmp_path: Path) -> None:
     run_training(_config(target, prompts, tmp_path / "grown", steps=12, evaluated=0), Console(quiet=True))
     grown = run_training(_config(target, prompts, tmp_path / "grown", steps=20, evaluated=0), Console(quiet=True))
@@ -257,8 +279,20 @@ def test_engine_actors_write_the_same_answers(target: Path, prompts: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_the_embedded_target_s_drafter_of_a_few_steps_beats_none(tmp_path: Path) -> None:
-    config = TrainConfig(work=tmp_path, answers=64, held_out=8, evaluated=4, answer_tokens=32, steps=20, sequences=4)
-    folder = run_training(config, Console(quiet=True))
+def test_fifty_steps_for_the_embedded_target_are_a_drafter_that_helps(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    subjects = ["rivers", "prime numbers", "sorting a list", "old trains", "a short poem", "cooking rice"]
+    lines = [{"prompt": f"Tell me {n} things about {text}.", "domain": "chat"} for n in (2, 3, 4) for text in subjects]
+    prompts.write_text("\n".join(json.dumps(line) for line in lines))
+    command = [sys.executable, "-m", "cast_ray.cli", "train-drafter", "--target", "embedded", "--steps", "50"]
+    subprocess.run([*command, "--prompts", str(prompts), "--work", str(tmp_path / "work")], check=True)
+    folder = tmp_path / "work" / "drafter"
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert evaluation["round_length"]["all"]["fixed:31"] > 1.1
+    public, info = DFlashDraftModel.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert public.block_size == 8
+    engine = Engine(EngineConfig(drafter=str(folder), width="fixed:31", dtype="float32"))
+    (answer,) = engine.generate(["Tell me about rivers."], SamplingParams(max_tokens=32))
+    assert answer.stats.rounds < len(answer.token_ids)

@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from cast_ray.models.attention.flashinfer import FlashInferBackend
+from tests.unit.models.attention import interpreter
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -18,9 +22,10 @@ def test_all_parts_run_on_tiny_shapes(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads(to.read_text())["parts"]
-    assert set(parts) == {"backends", "graphs", "qwen3-8b", "qwen3-4b"}
+    assert set(parts) == {"backends", "splits", "graphs", "qwen3-8b", "qwen3-4b"}
     assert not any("error" in part or "skipped" in part for part in parts.values())
     assert {row["planned"] for row in parts["backends"]["cases"]} == {"eager", "for capture"}
+    assert "not_measured" in parts["splits"]["split_from"], "a CPU says nothing of it"
     assert all(row["ok"] for name in ("verify", "draft") for row in parts["graphs"][name])
     # Captured forwards are replayed, and every method says what the target alone would say.
     assert parts["qwen3-8b"]["graphs"]["replays"] > 20
@@ -51,6 +56,32 @@ def test_a_part_that_fails_keeps_its_results_and_names_the_error(
     assert json.loads((tmp_path / "report.json").read_text()) == report
     device_check.show(report)
     assert "device lost" in capsys.readouterr().out
+
+
+def test_both_sides_of_the_split_are_timed_by_rows_and_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from on_device import splitting
+    from on_device.part import Part
+
+    made: list[int | None] = []
+
+    def make(least: int | None) -> FlashInferBackend:
+        made.append(least)
+        return FlashInferBackend(splitting.PAGE, torch.device("cpu"), interpreter, split_from=least)
+
+    part = Part(tmp_path / "part.json", 60.0, tiny=True)
+    splitting.split_table(part, make, splitting.Heads(4, 2, 16), contexts=(20, 60, 200), loads=((1, 7), (2, 5)))
+    found = json.loads((tmp_path / "part.json").read_text())
+    assert [(row["rows"], row["context"]) for row in found["split"]] == [(r, c) for r in (8, 12) for c in (20, 60, 200)]
+    assert all(row["whole_ms"] > 0 and row["split_ms"] > 0 for row in found["split"])
+    assert made == [None, 0] * 6
+    for rows, least in found["split_from"]["faster_from_by_rows"].items():
+        # From there on it is faster in every context, and in the one before it is not.
+        of_rows = [row for row in found["split"] if str(row["rows"]) == rows]
+        slower = [row["context"] for row in of_rows if row["split_ms"] >= row["whole_ms"]]
+        assert least == min(
+            (row["context"] for row in of_rows if row["context"] > max(slower, default=0)), default=None
+        )
 
 
 def test_scripted_acceptance_brings_the_round_lengths_that_it_is_fitted_to(monkeypatch: pytest.MonkeyPatch) -> None:

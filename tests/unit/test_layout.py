@@ -19,7 +19,7 @@ FLOORS = [
     {"calibration"},
     {"models", "drafters"},
     {"trees", "width", "sampling"},
-    {"request", "spellings", "fields", "config", "settings", "errors"},
+    {"request", "spellings", "fields", "config", "settings", "errors", "transfer"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

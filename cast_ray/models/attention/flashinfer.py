@@ -87,7 +87,7 @@ class FlashInferBackend:
         self.device = device
         self.split_from = split_from
         self.joined = joined
-        self._kernels = kernels
+        self.kernels = kernels
         self._serials = itertools.count()
         self._workspace = Workspace(device)
         # Wrappers are kept: making one takes longer than a plan.
@@ -139,7 +139,7 @@ class FlashInferBackend:
         _, sums = calls[0].run(queries, pages, out=out, return_lse=True)
         for call in calls[1:]:
             others = call.run(queries, pages, return_lse=True)
-            self._kernels.merge_state_in_place(out, sums, *others)
+            self.kernels.merge_state_in_place(out, sums, *others)
         if layer.sinks is not None:
             # FlashInfer's log-sums are of base 2. A sink is one more weight in the sum, with no value.
             share = torch.sigmoid(sums * math.log(2) - layer.sinks.float())
@@ -171,7 +171,7 @@ class FlashInferBackend:
     def _make(self, plan: Planned, kind: Kind, part: Part) -> _Call:
         kv_heads, head_dim = plan.cache.data.shape[3:]
         room = self._workspace.room(kind.heads, kv_heads, head_dim, plan.bounds)
-        wrapper = self._kernels.BatchPrefillWithPagedKVCacheWrapper
+        wrapper = self.kernels.BatchPrefillWithPagedKVCacheWrapper
         if plan.bounds is None:
             return _Call(wrapper(room, "NHD", backend=KERNELS))
         mask = starts = None

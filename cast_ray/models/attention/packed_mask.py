@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cast_ray.models.attention.base import Group
 from cast_ray.models.attention.paging import Counts, Span, lengths_of
-from cast_ray.models.transfer import upload
+from cast_ray.transfer import upload
 
 
 def mask_bytes(groups: Sequence[Group], span: Span) -> Counts:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cast_ray.models.attention.base import Group
-from cast_ray.models.transfer import upload
+from cast_ray.transfer import upload
 
 Counts = npt.NDArray[np.int64]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cast_ray.models.attention.base import Group, causal_mask
 from cast_ray.models.kv_cache import slots_of
+from cast_ray.transfer import upload
 
 # Matrix products of two or three rows have no kernel of their own in MKL: four are faster.
 LEAST_ROWS = 4
@@ -56,7 +57,7 @@ class Part:
         if extra := self.rows(fold) - fold * q:
             token, head = (torch.cat([t, t.new_zeros(extra)]) for t in (token, head))
             real = torch.cat([real, real.new_zeros(extra)])
-        lengths = torch.tensor(self.group.lengths, device=device)[:, None]
+        lengths = upload(self.group.lengths, device)[:, None]
         row = self.first_row[:, None] + torch.minimum(token, lengths - 1)
         kv = torch.arange(kv_heads, device=device)[:, None] * fold
         index = row[:, None] * heads + (kv + head)
@@ -82,17 +83,18 @@ class Part:
         return additive[:, None]
 
 
-def cut(group: Group, page_size: int, most_keys: int | None) -> list[Part]:
+def cut(group: Group, page_size: int, most_keys: int | None, *, looks: bool = True) -> list[Part]:
     """The parts of a group, requests of like width and context together; most_keys: padded keys of one part.
 
-    None leaves the group whole, in its own order.
+    None leaves the group whole, in its own order. looks: whether page numbers may be looked at, which waits for a
+    device: keys of one request whose pages follow each other are then not gathered.
     """
     device = group.tables.device
-    lengths = torch.tensor(group.lengths, device=device)
+    lengths = upload(group.lengths, device)
     first_row = lengths.cumsum(0) - lengths + group.start
     keys = [c + n for c, n in zip(group.contexts, group.lengths, strict=True)]
     if len(keys) == 1 or most_keys is None:
-        return [_part(group, first_row, page_size)]
+        return [_part(group, first_row, page_size, looks)]
     # Widths that round to the same power of two may share a part: a lone wide tree would else pad all the others.
     order = sorted(range(len(keys)), key=lambda i: (-group.lengths[i].bit_length(), -keys[i]))
     parts: list[list[int]] = []
@@ -105,10 +107,10 @@ def cut(group: Group, page_size: int, most_keys: int | None) -> list[Part]:
         else:
             parts.append([i])
     if len(parts) == 1:
-        return [_part(group, first_row, page_size)]
+        return [_part(group, first_row, page_size, looks)]
     cuts = []
     for mates in parts:
-        index = torch.tensor(mates, device=device)
+        index = upload(mates, device)
         widest = max(group.lengths[i] for i in mates)
         some = Group(
             start=group.start,
@@ -118,20 +120,20 @@ def cut(group: Group, page_size: int, most_keys: int | None) -> list[Part]:
             positions=group.positions[index, :widest],
             mask=None if group.mask is None else group.mask[index, :widest, :widest],
         )
-        cuts.append(_part(some, first_row[index], page_size))
+        cuts.append(_part(some, first_row[index], page_size, looks))
     return cuts
 
 
-def _part(group: Group, first_row: Tensor, page_size: int) -> Part:
+def _part(group: Group, first_row: Tensor, page_size: int, looks: bool) -> Part:
     device = group.tables.device
     keys = max(c + n for c, n in zip(group.contexts, group.lengths, strict=True))
     queries = max(group.lengths)
-    if len(group.lengths) == 1:
+    if looks and len(group.lengths) == 1:
         table = group.tables[0, : -(-keys // page_size)]
         if bool((table[1:] == table[:-1] + 1).all()):
             return Part(group, queries, keys, first_row, int(table[0]) * page_size, None)
     # Padding repeats a request's own last key: masked, but it must not be another's, nor memory never written.
-    last = torch.tensor(group.contexts, device=device) + torch.tensor(group.lengths, device=device) - 1
+    last = upload(group.contexts, device) + upload(group.lengths, device) - 1
     index = torch.minimum(torch.arange(keys, device=device)[None], last[:, None])
     return Part(group, queries, keys, first_row, None, slots_of(group.tables, index, page_size).reshape(-1))
 
@@ -139,8 +141,7 @@ def _part(group: Group, first_row: Tensor, page_size: int) -> Part:
 def visible_keys(group: Group, queries: int, keys: int, causal: bool, window: int | None) -> Tensor:
     """`[b, queries, keys]` bool: which key each new token of the group sees. Rows of padding see something."""
     device = group.tables.device
-    contexts = torch.tensor(group.contexts, device=device)
-    lengths = torch.tensor(group.lengths, device=device)
+    contexts, lengths = upload(group.contexts, device), upload(group.lengths, device)
     return visible(contexts, lengths, group.positions, group.mask, queries, keys, causal, window)
 
 

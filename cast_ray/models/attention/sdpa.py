@@ -46,10 +46,15 @@ class _Order:
 
 
 class SdpaBackend:
-    """See the module. `page_size` is that of the pool whose block tables the groups carry."""
+    """See the module. `page_size` is that of the pool whose block tables the groups carry.
 
-    def __init__(self, page_size: int) -> None:
+    looks: whether plans may look at page numbers, to attend over the pool itself; by default where that waits for
+    nothing, on a CPU.
+    """
+
+    def __init__(self, page_size: int, *, looks: bool | None = None) -> None:
         self.page_size = page_size
+        self.looks = looks
         self._buffer = torch.empty(0)
 
     def plan(self, groups: list[Group], cache: KVCache) -> _Plan:
@@ -57,7 +62,8 @@ class SdpaBackend:
         most = None
         if data.device.type == "cpu":
             most = PART_BYTES // (2 * data.shape[3] * data.shape[4] * data.element_size())
-        return _Plan([part for group in groups for part in cut(group, self.page_size, most)], cache)
+        looks = data.device.type == "cpu" if self.looks is None else self.looks
+        return _Plan([part for group in groups for part in cut(group, self.page_size, most, looks=looks)], cache)
 
     def run(self, plan: _Plan, queries: Tensor, layer: Layer) -> Tensor:
         heads, dim = queries.shape[1:]
@@ -115,6 +121,7 @@ class SdpaBackend:
 def _order(parts: list[Part], tokens: int, heads: int, kv_heads: int) -> _Order:
     indices, reals = zip(*(part.query_index(heads, kv_heads) for part in parts), strict=True)
     into, real = torch.cat(indices), torch.cat(reals)
-    back = torch.empty(tokens * heads, dtype=torch.int64, device=into.device)
-    back[into[real]] = real.nonzero()[:, 0]
-    return _Order(into, back, [index.shape[0] for index in indices])
+    # Rows of padding repeat a real one: they go behind all, to a place that is dropped.
+    back = torch.empty(tokens * heads + 1, dtype=torch.int64, device=into.device)
+    back[torch.where(real, into, tokens * heads)] = torch.arange(into.shape[0], device=into.device)
+    return _Order(into, back[:-1], [index.shape[0] for index in indices])

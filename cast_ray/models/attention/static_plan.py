@@ -19,7 +19,7 @@ from cast_ray.models.attention.packed_mask import mask_bits
 from cast_ray.models.attention.sections import Kind, Part
 from cast_ray.models.attention.workspace import Bounds
 from cast_ray.models.kv_cache import KVCache
-from cast_ray.models.transfer import upload
+from cast_ray.transfer import upload
 
 if TYPE_CHECKING:
     from cast_ray.models.attention.flashinfer import FlashInferBackend, Planned

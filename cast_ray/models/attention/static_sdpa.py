@@ -17,7 +17,7 @@ from cast_ray.models.attention.base import Group, Layer
 from cast_ray.models.attention.explicit import attend_explicitly
 from cast_ray.models.attention.parts import visible
 from cast_ray.models.kv_cache import KVCache, slots_of
-from cast_ray.models.transfer import upload
+from cast_ray.transfer import upload
 
 LEAST_KEYS = 128
 # Gathered token places, keys of all requests, above which padding is dearer than what a graph saves.

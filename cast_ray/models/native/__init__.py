@@ -29,4 +29,7 @@ def available() -> bool:
     except ImportError as error:
         logger.info("no compiled kernels for the CPU: %s", error)
         return False
+    except Exception as error:  # a compiler can fail in many ways, and none of them is worth an engine
+        logger.warning("the CPU kernels could not be compiled, PyTorch computes everything: %s", error)
+        return False
     return True

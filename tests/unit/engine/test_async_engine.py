@@ -36,9 +36,10 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def front(settings: dict[str, Any]) -> Iterator[AsyncEngine]:
-    engine = AsyncEngine(EngineConfig(**settings))
+# Without graphs what a round brought is told at once, with them while the next is computed.
+@pytest.fixture(params=["off", "on"])
+def front(settings: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[AsyncEngine]:
+    engine = AsyncEngine(EngineConfig(**settings, graphs=request.param, graph_seconds=0.0))
     yield engine
     engine.close()
 
@@ -178,19 +179,42 @@ def test_a_full_queue_refuses_with_the_remedy(settings: dict[str, Any]) -> None:
 
 
 def test_a_failing_loop_fails_streams_with_its_cause(front: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def break_down() -> None:
+    def break_down(deliver: Any) -> None:
         raise ValueError("the device fell off")
 
     async def run() -> list[Any]:
         reading = [asyncio.create_task(collect(front, [1, i])) for i in range(4)]
         await asyncio.sleep(0)
-        monkeypatch.setattr(front._engine, "step", break_down)
+        monkeypatch.setattr(front._engine, "advance", break_down)
         return await asyncio.gather(*reading, return_exceptions=True)
 
     for error in asyncio.run(run()):
         assert isinstance(error, EngineError)
         assert "ValueError: the device fell off" in str(error)
     assert not front.healthy
+
+
+def test_who_had_ended_before_the_engine_failed_is_told_so(front: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = front._engine.advance
+
+    def fails_after_an_end(deliver: Any) -> None:
+        advance(deliver)
+        if any(s.row >= 0 for s in front._engine._scheduler.running) and front._engine._scheduler.find("short") is None:
+            raise ValueError("the device fell off")
+
+    async def run() -> list[Any]:
+        short = SamplingParams(max_tokens=2, ignore_eos=True)
+        long = SamplingParams(max_tokens=300, ignore_eos=True)
+        asked = (front.generate([1, 2], short, "short"), front.generate([3], long, "long"))
+        reading = [asyncio.create_task(one) for one in asked]
+        while front._engine._scheduler.find("long") is None or front._engine._scheduler.find("short") is None:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(front._engine, "advance", fails_after_an_end)
+        return await asyncio.gather(*reading, return_exceptions=True)
+
+    short, long = asyncio.run(run())
+    assert len(short.token_ids) == 2
+    assert "the device fell off" in str(long)
 
 
 def test_an_idle_loop_checks_its_pages(front: AsyncEngine) -> None:

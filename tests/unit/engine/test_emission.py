@@ -11,6 +11,7 @@ from cast_ray.engine import emission as module
 from cast_ray.engine.emission import Emission
 from cast_ray.engine.sequence import Sequence
 from cast_ray.models.flatten import Flattened, Roots, flatten_trees
+from cast_ray.models.graph_safety import Watch
 from cast_ray.request import SamplingParams
 from cast_ray.sampling.choice import LabelGrammar, LabelTree
 from cast_ray.sampling.emitting import Emitting
@@ -60,7 +61,7 @@ def test_a_batch_that_asks_for_nothing_makes_no_rules_and_touches_no_tree(monkey
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("work for what nobody asked")
 
-    for name in ("RuleBatch", "Paths", "_paths", "read", "replace", "apply_bits", "token_logprobs"):
+    for name in ("RuleBatch", "Paths", "_paths", "read", "replace", "apply_bits"):
         monkeypatch.setattr(module, name, never)
     monkeypatch.setattr(Emission, "_marked", never)
     for temperature in (0.0, 0.7):
@@ -76,15 +77,18 @@ def test_a_batch_that_asks_for_nothing_makes_no_rules_and_touches_no_tree(monkey
         assert emission.widen(None) is None
         rows = rows_of(requests, packed, [4, 4, 4])
         logits = logits_of(15)
-        emitted = emission.emit(logits, rows, packed, [4, 4, 4])
+        emitted = emission.emit(logits, rows, packed, [4, 4, 4]).tokens
         temperatures = torch.full((15,), temperature)
         expected = perturbed_scores(logits, temperatures, torch.arange(3).repeat_interleave(5), rows.positions + 1)
         assert torch.equal(emitted, expected.argmax(dim=1))
         accepted = Accepted(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3), torch.zeros(3, 1))
-        emission.report(logits, rows, accepted, [[1], [1], [1]])
+        assert not emission.scores.find(logits, rows.starts, accepted, fixed=False)
+        emission.scores.tell({}, [[1], [1], [1]])
+        emission.learn_labels(logits, [4, 4, 4])
 
 
-def test_every_row_of_a_mixed_batch_emits_as_its_request_says() -> None:
+@pytest.mark.parametrize("fixed", [False, True])
+def test_every_row_of_a_mixed_batch_emits_as_its_request_says(fixed: bool) -> None:
     said: list[dict[str, Any]] = [
         {},
         {"temperature": 0.9},
@@ -98,7 +102,11 @@ def test_every_row_of_a_mixed_batch_emits_as_its_request_says() -> None:
     rows = rows_of(requests, packed, widths)
     logits = logits_of(sum(widths) + 5)
     before = logits.clone()
-    emitted = Emission(requests, VOCAB, CPU).emit(logits, rows, packed, widths)
+    emission = Emission(requests, VOCAB, CPU, fixed=fixed)
+    with Watch() as watch:
+        emitted = emission.emit(logits, rows, packed, widths).tokens
+    assert not fixed or not watch.reads
+    assert not fixed or not watch.uploads
     assert torch.equal(logits, before), "they are the target's own, and reported as such"
     at = 0
     for b, width in enumerate(widths):
@@ -124,7 +132,7 @@ def test_labels_replace_what_was_drafted_and_are_known_to_be_foreign() -> None:
     assert chosen is not None
     assert chosen.tolist() == [2, 4], "all labels are to be known"
     rows = rows_of(requests, packed, [2, 4])
-    emitted = emission.emit(logits_of(8), rows, packed, [2, 4])
+    emitted = emission.emit(logits_of(8), rows, packed, [2, 4]).tokens
     assert int(emitted[3]) in (1, 5)
     alone = Emission(requests[1:], VOCAB, CPU)
     assert not alone.draftable, "no drafter knows more of the labels than their tree"

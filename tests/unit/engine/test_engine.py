@@ -289,11 +289,11 @@ def test_a_failing_loop_fails_every_pending_request_with_its_cause(
 ) -> None:
     front = AsyncEngine(EngineConfig(**settings))
 
-    def break_down() -> None:
+    def break_down(deliver: Any) -> None:
         raise ValueError("the device fell off")
 
     async def run() -> list[Any]:
-        monkeypatch.setattr(front._engine, "step", break_down)
+        monkeypatch.setattr(front._engine, "advance", break_down)
         return await asyncio.gather(*(front.generate([1, 2]) for _ in range(4)), return_exceptions=True)
 
     for error in asyncio.run(run()):
@@ -325,15 +325,15 @@ def test_a_failing_action_fails_every_waiting_request_too(settings: dict[str, An
 
 
 def test_an_interrupted_call_leaves_nothing_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = engine.step
+    advance = engine.advance
     steps = iter(range(100))
 
-    def interrupted() -> Any:
+    def interrupted(deliver: Any) -> None:
         if next(steps) == 3:
             raise KeyboardInterrupt
-        return step()
+        advance(deliver)
 
-    monkeypatch.setattr(engine, "step", interrupted)
+    monkeypatch.setattr(engine, "advance", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[1, 2], [3], [4], [5]], SamplingParams(max_tokens=50))
     assert not engine.has_work

@@ -44,6 +44,38 @@ def test_a_sound_drafter_is_never_left_out(caplog: pytest.LogCaptureFixture) -> 
     assert caplog.text == ""
 
 
+def against_record(accepted: float, rounds: int, seed: int = 0, promised: float = 1.7) -> DrafterHealth:
+    """Rounds of which the record lets expect a token; what was promised is more."""
+    health, chance = DrafterHealth("mine"), default_rng(seed)
+    for _ in range(rounds):
+        got = float(chance.poisson(accepted))
+        health.observe(1, got, promised, recorded=1.0, variance=1.4, counted=got)
+    return health
+
+
+def test_a_drafter_that_falls_behind_its_record_is_said_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    health = against_record(0.2, 400, promised=0.2)
+    assert health.verdict == "behind"
+    assert health.may_draft()
+    assert health.report()["share_of_record"] == pytest.approx(0.2, abs=0.15)
+    assert health.report()["likely_causes"]
+    assert "of the tokens that its record lets expect" in caplog.text
+    assert "positions of its context" in caplog.text
+
+
+def test_a_drafter_that_keeps_most_of_its_record_is_never_behind_by_chance(caplog: pytest.LogCaptureFixture) -> None:
+    for seed in range(40):
+        assert against_record(0.9, 960, seed).verdict == "healthy"
+    assert caplog.text == ""
+
+
+def test_an_over_confident_drafter_is_no_longer_doubted_where_its_record_knows_of_it() -> None:
+    assert against_record(0.6, 96, promised=2.0).verdict == "healthy"
+    without = DrafterHealth("mine")
+    run(without, 96, accepted=0.6, expected=2.0)
+    assert without.verdict == "doubtful"
+
+
 def test_half_kept_promises_are_said_and_the_policy_decides(caplog: pytest.LogCaptureFixture) -> None:
     health = DrafterHealth("mine")
     assert run(health, 300, accepted=0.8, expected=3.0) == 300

@@ -12,7 +12,7 @@ from torch import Tensor
 from cast_ray.errors import EngineError
 from cast_ray.models.graph_safety import Watch
 from cast_ray.models.replay import HostReplay
-from cast_ray.models.transfer import upload
+from cast_ray.transfer import upload
 
 X = torch.arange(4.0)
 READING: dict[str, Callable[[], object]] = {

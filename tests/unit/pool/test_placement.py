@@ -142,3 +142,11 @@ def test_engines_leave_cpus_for_reading_and_writing() -> None:
     assert "4 actors of 2 CPUs would leave fewer than 2 CPUs for reading and writing; 3 are started" in plan.warnings[0]
     with pytest.raises(ConfigError, match=r"pool.groups.a.num_cpus=8.0: 1 actors of 8 CPUs would leave fewer than 2"):
         place_pool(EngineConfig(), groups({"name": "a", "num_cpus": 8, "count": 1}), [node])
+
+
+def test_groups_answer_with_the_jobs_own_target() -> None:
+    pool = groups({"name": "other", "count": 1, "engine": {"target": "other/model"}})
+    with pytest.raises(ConfigError, match=r"pool\.groups\.other\.engine\.target='other/model': is another target"):
+        place(EngineConfig(), pool, [FAST])
+    same = groups({"name": "same", "count": 1, "engine": {"target": "embedded", "drafter": "none"}})
+    assert place(EngineConfig(), same, [FAST])[0].engine.drafter == "none"

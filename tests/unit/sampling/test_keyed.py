@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from cast_ray.models.graph_safety import Watch
 from cast_ray.request import derive_seed
+from cast_ray.sampling import keyed
 from cast_ray.sampling.keyed import GUMBEL_MAX, choose_tokens, keyed_gumbel, perturbed_scores
 
 
@@ -23,6 +26,18 @@ def test_the_pruned_choice_is_the_argmax_of_all_perturbed_scores() -> None:
         chosen = choose_tokens(logits, temperatures, seeds, positions)
         assert torch.equal(chosen, perturbed_scores(logits, temperatures, seeds, positions).argmax(-1))
         assert torch.equal(chosen[::7], logits[::7].argmax(-1))
+
+
+def test_without_looking_at_values_the_same_tokens_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyed, "_AT_ONCE", 40_000)  # several goes, the last of them shorter
+    for vocab, spread in ((3, 0.1), (50, 1.0), (5000, 6.0)):
+        logits, temperatures, seeds, positions = rows(300, vocab, spread)
+        temperatures[::7] = 0
+        logits[::5, ::2] = float("-inf")
+        expected = choose_tokens(logits, temperatures, seeds, positions)
+        with Watch(strict=True):
+            chosen = choose_tokens(logits, temperatures, seeds, positions, fixed=True)
+        assert torch.equal(chosen, expected)
 
 
 def test_a_token_does_not_depend_on_its_neighbours_in_the_batch() -> None:

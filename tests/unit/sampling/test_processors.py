@@ -6,15 +6,18 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cast_ray.models.graph_safety import Watch
 from cast_ray.request import SamplingParams
 from cast_ray.sampling.check import check_params
-from cast_ray.sampling.processors import Paths, RuleBatch, Rules, make_rules, nucleus_threshold
+from cast_ray.sampling.processors import NUCLEUS_FIXED, Paths, RuleBatch, nucleus_threshold
+from cast_ray.sampling.rules import Rules, make_rules
 from cast_ray.trees.pack import DraftScores
 from tests.byte_tokenizer import byte_level
 from tests.slow_sampling import slow_process
@@ -49,13 +52,26 @@ def draw_rows(rng: random.Random, requests: list[Rules | None]) -> tuple[list[li
 
 
 def as_paths(contexts: list[list[int]], rows: list[tuple[int, list[int]]]) -> Paths:
-    held = [(i, t, len(path) - 1 - j) for i, (_, path) in enumerate(rows) for j, t in enumerate(path)]
-    columns = torch.tensor(held, dtype=torch.int64).view(-1, 3).unbind(1)
+    """Each row's path among the nodes of all paths of its request, and nodes of nobody's path behind them."""
+    nodes: list[list[int]] = [[] for _ in contexts]
+    own = []
+    for b, path in rows:
+        own.append(range(len(nodes[b]), len(nodes[b]) + len(path)))
+        nodes[b] += path
+    width = max(map(len, nodes)) + 2
+    held = torch.zeros(len(rows), width, dtype=torch.bool)
+    back = torch.full((len(rows), width), -3)
+    for row, places in enumerate(own):
+        held[row, list(places)] = True
+        back[row, list(places)] = torch.arange(len(places)).flip(0)
+    padded = torch.tensor([tokens + [1] * (width - len(tokens)) for tokens in nodes])
     return Paths(
-        torch.tensor([b for b, _ in rows]),
+        np.asarray([b for b, _ in rows]),
         torch.tensor([len(contexts[b]) + len(path) for b, path in rows]),
         torch.tensor([len(path) for _, path in rows]),
-        *columns,
+        held,
+        padded[[b for b, _ in rows]],
+        back,
     )
 
 
@@ -81,12 +97,19 @@ def test_every_row_is_processed_as_if_it_were_alone(seed: int) -> None:
             # The prompt that was counted is the context's own.
             rules.counts = type(rules.counts)(rules.params, contexts[b][: rules.num_prompt], VOCAB, CPU)
             rules.counts.add(contexts[b][rules.num_prompt :])
-    batch = RuleBatch([r for r in requests if r], asking, [contexts[b] for b in asking], CPU)
-    assert batch.members(4).tolist() == [r is not None for r in requests]
+    # Whatever is to be done without looking at a value is.
+    with Watch() as watch:
+        batch = RuleBatch([r for r in requests if r], asking, [contexts[b] for b in asking], CPU, fixed=True)
+    assert batch.members.tolist() == asking
     paths = as_paths(contexts, rows)
-    keep = batch.members(4)[paths.request].nonzero()[:, 0]
+    keep = np.flatnonzero(np.isin(paths.request, batch.members))
     logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed))
-    out = batch.apply(logits[keep].clone(), paths.select(keep))
+    chosen = logits[keep].clone()
+    with watch:
+        out = batch.apply(chosen, paths.select(keep))
+    assert not watch.reads
+    assert not watch.uploads
+    assert batch.unsure is None
     for row, values in zip(keep.tolist(), out, strict=True):
         b, path = rows[row]
         rules = requests[b]
@@ -172,15 +195,31 @@ def test_a_drafters_scores_lose_what_cannot_be_emitted_and_follow_the_bias() -> 
         assert banned(2, depth) == (stops if depth < 2 else set())
 
 
+@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.9999])
-def test_a_nucleus_wider_than_the_first_look_is_found(share: float) -> None:
+def test_a_nucleus_wider_than_the_first_look_is_found(share: float, fixed: bool) -> None:
     values = torch.randn(3, 3000, generator=torch.Generator().manual_seed(1)) * torch.tensor([[0.01], [1.0], [6.0]])
-    threshold = nucleus_threshold(values, torch.full((3, 1), share))
+    threshold, unsure = nucleus_threshold(values, torch.full((3, 1), share), fixed=fixed)
+    assert unsure is None
     for row, least in zip(values, threshold, strict=True):
         probabilities = row.double().softmax(0).sort(descending=True).values
         kept = int((row >= least).sum())
         assert probabilities[:kept].sum() >= share - 1e-6
         assert probabilities[: kept - 1].sum() < share + 1e-6
+
+
+def test_a_nucleus_too_wide_to_be_found_without_a_wait_is_named() -> None:
+    flat, steep = torch.randn(2, NUCLEUS_FIXED + 2000, generator=torch.Generator().manual_seed(2))
+    values = torch.stack([flat * 0.01, steep * 6, flat])
+    share = torch.tensor([[0.9], [0.9], [1.0]])
+    exact, none = nucleus_threshold(values, share)
+    with Watch() as watch:
+        found, unsure = nucleus_threshold(values, share, fixed=True)
+    assert not watch.reads
+    assert none is None
+    assert unsure is not None
+    assert unsure.tolist() == [True, False, False]
+    assert found[1:].equal(exact[1:])
 
 
 def test_a_bad_word_that_the_target_cannot_write_needs_no_ban() -> None:

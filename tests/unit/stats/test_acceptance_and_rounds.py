@@ -89,7 +89,7 @@ def test_an_explained_round_is_the_one_that_was_decoded(engine: Engine) -> None:
 
 def test_a_round_that_was_not_decoded_cannot_be_explained(engine: Engine) -> None:
     engine.use_policy(FixedWidth("fixed:20", 20, branching=True))
-    with pytest.raises(ConfigError, match="the request drafted in"):
+    with pytest.raises(ConfigError, match="the request had candidates in 13 rounds"):
         explain_round(engine, PROMPTS[0], PARAMS, 99)
 
 

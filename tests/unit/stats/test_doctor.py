@@ -101,8 +101,13 @@ def test_saved_profiles_are_named(cache: Path) -> None:
     assert named(examine(EngineConfig(device="cpu")).checks, "profiles").remedy == "cast-ray calibrate"
     key: dict[str, Any] = {"target": {"name": "org/model"}, "device": "a chip", "dtype": "bfloat16"}
     (cache / "profiles").mkdir()
-    (cache / "profiles" / "one.json").write_text(json.dumps({"key": key}))
+    (cache / "profiles" / "one.json").write_text(json.dumps({"key": key, "complete": True}))
     (cache / "profiles" / "two.json").write_text("{")
     check = named(examine(EngineConfig(device="cpu")).checks, "profiles")
     assert check.state == "ok"
     assert "org/model on a chip bfloat16; two.json (unreadable)" in check.says
+    (cache / "profiles" / "three.json").write_text(json.dumps({"key": key, "complete": False}))
+    check = named(examine(EngineConfig(device="cpu")).checks, "profiles")
+    assert check.state == "note"
+    assert "incomplete: three.json" in check.says
+    assert "cast-ray calibrate" in check.remedy

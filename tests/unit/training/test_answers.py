@@ -11,10 +11,11 @@ import pytest
 
 from cast_ray.pool.rows import RowRequest
 from cast_ray.training import answers as answers_module
-from cast_ray.training.answers import Answer, read_answers, write_answers
+from cast_ray.training.answers import read_answers, write_answers
 from cast_ray.training.config import TrainConfig
 from cast_ray.training.engines import Ask, Written
 from cast_ray.training.prompts import TrainingPrompt
+from cast_ray.training.shards import Answer
 
 GIVEN = [TrainingPrompt(f"{i:03d}", "ab"[i % 2], f"given prompt {i}") for i in range(200)]
 
@@ -51,7 +52,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[RowRequest]]:
     async def engines(config: TrainConfig) -> AsyncIterator[Ask]:
         yield ask
 
-    monkeypatch.setattr(answers_module, "writing_engines", engines)
+    monkeypatch.setattr(answers_module, "local_engine", engines)
     return calls
 
 

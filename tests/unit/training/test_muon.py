@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from cast_ray.training.muon import Muon, make_optimisers, orthogonalise
+from cast_ray.training.muon import BLOCK_ROWS, Muon, make_optimisers, orthogonalise, step_direction
 
 
 @pytest.mark.parametrize("shape", [(24, 60), (60, 24), (16, 16)])
@@ -14,12 +14,33 @@ def test_singular_values_end_up_near_one_and_directions_stay(shape: tuple[int, i
     torch.manual_seed(0)
     left, sizes, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
     sizes = torch.linspace(1.0, 0.05, len(sizes))
-    out = orthogonalise((left * sizes) @ right)
+    out = orthogonalise(((left * sizes) @ right)[None])[0]
     values = torch.linalg.svdvals(out)
     assert values.min() > 0.3
     assert values.max() < 1.7
     along = (left.T @ out @ right.T).diagonal()
     assert along.min() > 0.3
+
+
+def test_the_smallest_directions_of_a_gradient_count_too() -> None:
+    torch.manual_seed(0)
+    left, _, right = torch.linalg.svd(torch.randn(64, 96), full_matrices=False)
+    out = orthogonalise(((left * torch.logspace(0, -2.5, 64)) @ right)[None])[0]
+    along = (left.T @ out @ right.T).diagonal()
+    assert along.min() > 0.3  # a three-hundredth of the largest
+    assert along.max() < 1.7
+
+
+@pytest.mark.parametrize("shape", [(BLOCK_ROWS + 7, 300), (3 * BLOCK_ROWS, 64), (20, 8), (BLOCK_ROWS, 200)])
+def test_every_block_of_rows_is_orthogonal_in_itself(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    out = step_direction(torch.randn(shape))
+    assert out.shape == shape
+    for block in out.tensor_split(-(-shape[0] // BLOCK_ROWS)):
+        # In proportion to its rows, whatever the shape, and no direction of it far above another.
+        assert 0.6 < float(block.norm()) / len(block) ** 0.5 < 1.5
+        values = torch.linalg.svdvals(block)
+        assert values.max() < 5 * values.min()
 
 
 def test_a_step_goes_downhill_whatever_the_gradient_s_size() -> None:

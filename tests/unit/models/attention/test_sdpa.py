@@ -12,6 +12,7 @@ from cast_ray.models.attention import sdpa
 from cast_ray.models.attention.base import Group, Layer
 from cast_ray.models.attention.parts import cut
 from cast_ray.models.attention.sdpa import SdpaBackend
+from cast_ray.models.graph_safety import Watch
 from cast_ray.models.kv_cache import KVCache, slots_of
 from cast_ray.trees.pack import DraftScores, pack
 from cast_ray.trees.tree import ancestor_mask
@@ -48,9 +49,9 @@ def written_out(
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("consecutive", [True, False])
-@pytest.mark.parametrize("part_bytes", [sdpa.PART_BYTES, 1])
+@pytest.mark.parametrize(("part_bytes", "looks"), [(sdpa.PART_BYTES, True), (1, True), (1, False)])
 def test_trees_chunks_and_blocks_equal_attention_written_out(
-    name: str, consecutive: bool, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+    name: str, consecutive: bool, part_bytes: int, looks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdpa, "PART_BYTES", part_bytes)
     torch.manual_seed(2)
@@ -73,7 +74,7 @@ def test_trees_chunks_and_blocks_equal_attention_written_out(
     ]
     queries = torch.randn(32, HEADS, DIM)
     expected = torch.zeros_like(queries)
-    backend = SdpaBackend(PAGE)
+    backend = SdpaBackend(PAGE, looks=looks)
     for group in groups:
         row = group.start
         for b, (length, context) in enumerate(zip(group.lengths, group.contexts, strict=True)):
@@ -90,7 +91,10 @@ def test_trees_chunks_and_blocks_equal_attention_written_out(
                     queries[row + i], positions[context + i], keys[visible], values[visible], seen, layer, False
                 )
             row += length
-    out = backend.run(backend.plan(groups, cache), queries, layer)
+    with Watch() as watch:
+        out = backend.run(backend.plan(groups, cache), queries, layer)
+    assert looks or not watch.reads
+    assert not watch.uploads
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 def upload(
     values: Sequence[int] | Sequence[float] | npt.NDArray[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """`values` (n numbers) as `[n]` of `dtype` on `device`; queued behind what runs there, waited for by nobody."""
+    """`values` (numbers, or an array of any shape) as `dtype` on `device`; queued behind what runs there, waited for by
+    nobody."""
     numbers = torch.from_numpy(np.asarray(values, dtype=_NUMPY[dtype]))
     if device.type != "cuda":
         return numbers.to(device)
