@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -14,6 +16,7 @@ import torch
 
 from cast_ray.config import EngineConfig, cache_dir
 from cast_ray.errors import CastRayError
+from cast_ray.models import native
 from cast_ray.models.attention.choose import INSTALL as INSTALL_GPU
 from cast_ray.models.attention.choose import can_compile, what_hinders
 from cast_ray.models.devices import computes_in_bfloat16, resolve_device, resolve_dtype
@@ -51,7 +54,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Findings:
-    """machine, versions: see `stats.machine`. uses: by `device`, `dtype`, `attention`, `graphs`."""
+    """machine, versions: see `stats.machine`. uses: by `device`, `dtype`, `attention`, `graphs`,
+    `kernels`."""
 
     machine: dict[str, Any]
     versions: dict[str, str | None]
@@ -89,6 +93,7 @@ def uses(config: EngineConfig) -> dict[str, Use]:
         "dtype": Use(str(dtype).removeprefix("torch."), reason),
         "attention": _attention(config, device, dtype),
         "graphs": _graphs(config, device),
+        "kernels": _compiled(device, dtype),
     }
 
 
@@ -113,6 +118,22 @@ def _graphs(config: EngineConfig, device: torch.device) -> Use:
     if config.graphs == "on":
         return Use("recordings that are called again", "graphs=on is asked for, and only CUDA replays")
     return Use("none", "only CUDA has them")
+
+
+def _compiled(device: torch.device, dtype: torch.dtype) -> Use:
+    """What computes a CPU's linear layers, and all of a layer where its shape is known."""
+    if device.type != "cpu":
+        return Use("PyTorch's", "the device is no CPU")
+    if dtype not in (torch.float32, torch.bfloat16) or (dtype == torch.bfloat16 and computes_in_bfloat16(device)):
+        return Use("PyTorch's", f"the CPU computes in {str(dtype).removeprefix('torch.')} by itself")
+    if os.environ.get(native.SWITCH) == "0":
+        return Use("PyTorch's", f"{native.SWITCH}=0 is set")
+    if sys.platform != "linux":
+        return Use("PyTorch's", "compiled ones are for Linux")
+    if fault := import_fault("numba"):
+        why = f"numba cannot be imported ({fault}); `pip install numba` makes a CPU several times faster"
+        return Use("PyTorch's", why)
+    return Use("compiled", f"numba; kept in {cache_dir() / 'native'} after the first start")
 
 
 def _imports() -> list[Check]:

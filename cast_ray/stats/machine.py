@@ -20,7 +20,8 @@ from cast_ray.models.fit import free_memory
 # Distributions whose versions are told, and the modules that are tried: a package may be installed and broken.
 NEEDED = {"torch": "torch", "transformers": "transformers", "ray": "ray", "pyarrow": "pyarrow", "numpy": "numpy"}
 NEEDED |= {"safetensors": "safetensors", "gguf": "gguf", "llguidance": "llguidance", "pydantic": "pydantic"}
-USEFUL = {"flashinfer-python": "flashinfer", "triton": "triton", "matplotlib": "matplotlib", "accelerate": "accelerate"}
+USEFUL = {"flashinfer-python": "flashinfer", "triton": "triton", "numba": "numba", "matplotlib": "matplotlib"}
+USEFUL |= {"accelerate": "accelerate"}
 SHARED = Path("/dev/shm")
 
 

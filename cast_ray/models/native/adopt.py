@@ -19,7 +19,7 @@ def native_decoder(model: Any) -> NativeDecoder | None:
     """The compiled decoder of a target that `fused.speed_up` has been through, None where it does not fit."""
     decoder = model.get_decoder()
     layers = list(decoder.layers)
-    if model.dtype != torch.float32 or model.device.type != "cpu" or not isinstance(decoder.norm, FusedNorm):
+    if model.dtype != torch.float32 or model.device.type != "cpu" or not isinstance(getattr(decoder, "norm", None), FusedNorm):
         return None
     if not isinstance(getattr(decoder, "rotary_emb", None), SignedRotary) or not all(map(_fits, layers)):
         return None

@@ -111,3 +111,16 @@ def test_saved_profiles_are_named(cache: Path) -> None:
     assert check.state == "note"
     assert "incomplete: three.json" in check.says
     assert "cast-ray calibrate" in check.remedy
+
+
+def test_what_computes_on_a_cpu_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(device="cpu", dtype="float32")
+    monkeypatch.delenv("CAST_RAY_NATIVE", raising=False)
+    monkeypatch.setattr("cast_ray.stats.doctor.import_fault", lambda name: None)
+    monkeypatch.setattr("sys.platform", "linux")
+    assert uses(config)["kernels"].value == "compiled"
+    monkeypatch.setattr("cast_ray.stats.doctor.import_fault", lambda name: "not installed")
+    assert uses(config)["kernels"].value == "PyTorch's"
+    assert "pip install numba" in uses(config)["kernels"].why
+    monkeypatch.setenv("CAST_RAY_NATIVE", "0")
+    assert "CAST_RAY_NATIVE=0" in uses(config)["kernels"].why
