@@ -19,9 +19,10 @@ def native_decoder(model: Any) -> NativeDecoder | None:
     """The compiled decoder of a target that `fused.speed_up` has been through, None where it does not fit."""
     decoder = model.get_decoder()
     layers = list(decoder.layers)
-    if model.dtype != torch.float32 or model.device.type != "cpu" or not isinstance(getattr(decoder, "norm", None), FusedNorm):
+    if model.dtype != torch.float32 or model.device.type != "cpu" or not all(map(_fits, layers)):
         return None
-    if not isinstance(getattr(decoder, "rotary_emb", None), SignedRotary) or not all(map(_fits, layers)):
+    known = {"norm": FusedNorm, "rotary_emb": SignedRotary}
+    if not all(isinstance(getattr(decoder, name, None), kind) for name, kind in known.items()):
         return None
     attention = layers[0].self_attn
     norms = [module for module in decoder.modules() if isinstance(module, FusedNorm)]
