@@ -18,8 +18,9 @@ from cast_ray.request import Completion, Prompt, RequestStats, SamplingParams
 
 class FakeEngine:
     def __init__(self, config: EngineConfig) -> None:
-        if config.target == "missing":
-            raise ModelError("target='missing': does not exist. Check the path")
+        for field in ("target", "drafter"):
+            if getattr(config, field) == "missing":
+                raise ModelError(f"{field}='missing': does not exist. Check the path")
         self._config = config
         self.healthy = True
         self._hangs = False

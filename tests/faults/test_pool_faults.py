@@ -107,12 +107,12 @@ def test_rows_that_hang_or_kill_their_engine_again_and_again_are_given_up_and_no
 def test_engines_that_do_not_start_are_named_and_left_out() -> None:
     groups = [
         {"name": "good", "count": 1},
-        {"name": "bad", "count": 1, "engine": {"target": "missing"}},
+        {"name": "bad", "count": 1, "engine": {"drafter": "missing"}},
         {"name": "later", "min": 0, "max": 2, "resources": {"nowhere": 1}},
     ]
     with EnginePool(EngineConfig(max_batch_size=4), PoolConfig(groups=groups), WaitingEngine) as pool:
         assert list(pool.failed) == ["bad-0"]
-        assert "target='missing': does not exist" in pool.failed["bad-0"]
+        assert "drafter='missing': does not exist" in pool.failed["bad-0"]
         answers = answer(PoolClient(pool.members), rows(count=20))
         assert [found.text for found in answers] == expected(20)
         states = {name: about.get("state", "ready") for name, about in pool.stats().items()}
