@@ -131,7 +131,6 @@ class NativeDecoder:
         )  # fmt: skip
         job[k.SEGMENTS : k.FEATURES + 1] = (
             segments.ctypes.data,
-            segments.shape[0],
             units.ctypes.data,
             units.shape[0],
             cache.data.data_ptr(),

@@ -21,7 +21,6 @@ from cast_ray.models.native.team import (
     KIND,
     OPEN,
     PHASE_SIZE,
-    STOP,
     atomic_add,
     atomic_load,
     clear_phases,
@@ -57,7 +56,6 @@ PRODUCT_SIZE = 11
     COS,
     SIN,
     SEGMENTS,
-    SEGMENT_COUNT,
     UNITS,
     UNIT_COUNT,
     CACHE,
@@ -67,8 +65,8 @@ PRODUCT_SIZE = 11
     NUMBERS,
     FINAL_NORM,
     ATTEND_AT,
-) = range(4, 30)
-JOB_SIZE = 30
+) = range(4, 29)
+JOB_SIZE = 29
 # One row of TABLE a layer. Products are three: function, weight, bias; norms are addresses, 0 for none. TAP: -1 for
 # none.
 L_NORM, L_QKV, L_Q_NORM, L_K_NORM, L_OUT, L_NORM_2, L_GATE, L_UP, L_DOWN, L_TAP = 0, 1, 4, 5, 6, 9, 10, 13, 16, 19
@@ -288,7 +286,7 @@ def _run(kind, address, thread):  # type: ignore[no-untyped-def]
 def _make(stamp: int) -> Any:
     @njit("void(int64, int64, int64, int64, int64)", nogil=True, cache=True)
     def entry(control, kind, job, phases, thread):  # type: ignore[no-untyped-def]
-        """thread 0: run a job with the team's helpers; control 0: alone. Another: help until told to stop.
+        """thread 0: run a job with the team's helpers; control 0: alone. Another: help with every job, for good.
 
         One function for both, as two would be compiled one after the other.
         """
@@ -298,9 +296,6 @@ def _make(stamp: int) -> Any:
             atomic_add(control + 8 * INSIDE, 1)
             if atomic_load(control + 8 * OPEN) == last:
                 kind, job = atomic_load(control + 8 * KIND), atomic_load(control + 8 * JOB)
-                if kind == STOP:
-                    atomic_add(control + 8 * INSIDE, -1)
-                    return
                 _run(kind, job, thread)
             atomic_add(control + 8 * INSIDE, -1)
         clear_phases(numba.carray(numbers_at(job), 4)[COUNTERS], phases)

@@ -20,7 +20,6 @@ from cast_ray.models.native.vectors import numbers_at
 # Places in the team's control block, int64 each, on cache lines of their own.
 POSTED, OPEN, INSIDE, ASLEEP, JOB, KIND, SEMAPHORE = range(0, 7 * 8, 8)
 CONTROL_SIZE = 8 * 8
-STOP = -1
 # Pauses of 20 to 40 ns: the time to the next call while a draft goes on, not that between two rounds.
 SPINS = 1500
 # A phase's counters: the next chunk, and 8 places on the chunks done.

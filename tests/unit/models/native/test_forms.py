@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 
 from cast_ray.models import native
 
-if not native.available():
-    pytest.skip("compiled kernels need numba and Linux", allow_module_level=True)
+if sys.platform != "linux":
+    pytest.skip("compiled kernels are for Linux", allow_module_level=True)
+assert native.available(), "numba is a dependency, so a failure to compile is one"
 
-from cast_ray.models.native.calls import NativeLinear
-from cast_ray.models.native.forms import Form, pack
+from cast_ray.models.native.calls import NativeLinear  # noqa: E402
+from cast_ray.models.native.forms import Form, pack  # noqa: E402
 
 OUT, IN = 40, 96
 
